@@ -1,0 +1,158 @@
+# The two commands of the README are `make demo` and `make test`. Each sets itself up
+# in .venv; what is needed is Python 3.11-3.13, a C++17 compiler and GNU make.
+#
+#   make demo                         train the example, plots in out/demo
+#   make test                         the Python tests on the newest jax
+#   make test JAX=0.10.2              on that jax, in a virtual environment of its own
+#   make test ARGS='-k psum -x'       arguments for pytest
+#   make cpp-test [SANITIZE=thread|address]
+#   make cuda                         compile the CUDA sources (needs nvcc, no GPU)
+#   make lint | format | sdist | wheel | bazel | clean
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+JAX ?=
+SANITIZE ?=
+ARGS ?=
+# Warnings stop the developer's builds and CI, not a user with a newer compiler.
+WERROR ?= $(if $(CI),ON,OFF)
+
+# Jax 0.10 is the last for Python 3.11: the oldest pair is tested together.
+PYTHONS := $(if $(filter 0.10.%,$(JAX)),3.11 3.12 3.13,3.13 3.12 3.11)
+VENV := .venv$(addprefix -jax-,$(JAX))
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+HEADERS := $(VENV)/ffi-headers
+PIP := $(PY) -m pip --disable-pip-version-check install -qq
+# pip's own search path has old and new tools; the build takes those of the environment.
+WITH_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
+CPP := $(wildcard ffi/*.* ffi/*/*.*)
+
+.PHONY: help demo test venv lint format cpp-test cuda sdist wheel bazel clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(VENV)/.installed
+	$(PY) -P examples/train_transformer.py --out out/demo $(ARGS)
+
+test: $(VENV)/.installed
+	$(PY) -P -m pytest tests $(ARGS)
+
+venv: $(VENV)/.installed
+
+# --- The virtual environment --------------------------------------------------
+# Prints the first suitable Python: on the PATH, under pyenv (whose shims run only
+# the versions that are switched on), else whatever python3 is.
+define find_python
+shim=$$(command -v python3 || true); \
+for v in $(PYTHONS) ''; do \
+  for p in python$${v:-3} "$${PYENV_ROOT:-$${HOME-}/.pyenv}"/versions/$$v*/bin/python$$v \
+           "$${shim%/*}"/../versions/$$v*/bin/python$$v; do \
+    if "$$p" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+        >/dev/null 2>&1; then echo "$$p"; exit; fi; \
+  done; \
+done
+endef
+
+$(VENV)/.created:
+	@python=$$($(find_python)); \
+	if [ -z "$$python" ]; then \
+	  echo 'jax_overlap needs Python 3.11, 3.12 or 3.13 with the modules venv and ensurepip, and found none.'; \
+	  echo 'On Debian or Ubuntu: apt-get install python3 python3-venv'; exit 1; fi; \
+	if ! command -v $${CXX:-c++} >/dev/null && ! command -v g++ >/dev/null; then \
+	  echo 'jax_overlap needs a C++17 compiler, and found neither c++ nor g++ (nor $$CXX).'; \
+	  echo 'On Debian or Ubuntu: apt-get install g++'; exit 1; fi; \
+	echo "$(VENV): $$("$$python" --version)"; \
+	"$$python" -m venv --clear $(VENV)
+	@touch $@
+
+# What builds: the requirements of pyproject.toml, except that of jaxlib only the
+# headers are kept, as another jaxlib is installed beside them.
+$(VENV)/.tools: $(VENV)/.created pyproject.toml
+	@echo "$(VENV): build tools"
+	@$(PY) -c "$$SPLIT_REQUIREMENTS" tools | xargs $(PIP) cmake ninja
+	@rm -rf $(HEADERS) $(VENV)/download
+	@$(PY) -c "$$SPLIT_REQUIREMENTS" jaxlib | \
+	  xargs $(PY) -m pip --disable-pip-version-check download -qq --no-deps -d $(VENV)/download
+	@$(PY) -c "$$UNPACK_HEADERS" $(VENV)/download $(HEADERS)
+	@rm -rf $(VENV)/download
+	@touch $@
+
+define SPLIT_REQUIREMENTS
+import sys, tomllib
+requires = tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"]
+print(*[r for r in requires if r.startswith("jaxlib") == (sys.argv[1] == "jaxlib")], sep="\n")
+endef
+export SPLIT_REQUIREMENTS
+
+define UNPACK_HEADERS
+import pathlib, sys, zipfile
+[wheel] = pathlib.Path(sys.argv[1]).glob("jaxlib*.whl")
+with zipfile.ZipFile(wheel) as z:
+  z.extractall(sys.argv[2], [n for n in z.namelist() if n.startswith("jaxlib/include/")])
+endef
+export UNPACK_HEADERS
+
+# Editable: Python files are used where they lie, C++ is built into $(VENV). Changed
+# sources are rebuilt in the same build folder.
+$(VENV)/.installed: $(VENV)/.tools pyproject.toml $(CPP) jax_overlap/__init__.py
+	@echo "$(VENV): jax_overlap and what its tests need"
+	@$(WITH_VENV) $(PIP) --no-build-isolation --editable '.[test]' $(addprefix jax==,$(JAX)) \
+	  -Cbuild-dir=out/module-$(VENV) \
+	  -Ccmake.define.JAX_OVERLAP_FFI_INCLUDE_DIR='$(CURDIR)/$(HEADERS)/jaxlib/include' \
+	  -Ccmake.define.JAX_OVERLAP_TESTING=ON \
+	  -Ccmake.define.JAX_OVERLAP_WERROR=$(WERROR)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	@echo "$(VENV): formatters and checkers"
+	@$(PY) -c 'import tomllib; \
+	  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"])' \
+	  | xargs $(PIP)
+	@touch $@
+
+# --- Formatting and checks ----------------------------------------------------
+CLANG_FORMAT := $(BIN)/clang-format $(filter %.h %.cc %.cu %.cuh,$(CPP))
+
+lint: $(VENV)/.dev
+	@failed=; for check in '$(BIN)/ruff format --check' '$(BIN)/ruff check' \
+	    '$(BIN)/pyright --pythonpath $(PY)' '$(CLANG_FORMAT) --dry-run -Werror'; do \
+	  echo "$$check"; bash -c "$$check" || failed=1; done; [ -z "$$failed" ]
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+	$(CLANG_FORMAT) -i
+
+# --- C++ and CUDA -------------------------------------------------------------
+CMAKE := $(WITH_VENV) cmake -S ffi -G Ninja -DPython_EXECUTABLE='$(CURDIR)/$(PY)' \
+  -DJAX_OVERLAP_FFI_INCLUDE_DIR='$(CURDIR)/$(HEADERS)/jaxlib/include' \
+  -DJAX_OVERLAP_MODULE=OFF -DJAX_OVERLAP_WERROR=ON
+
+cpp-test: CPP_OUT := out/cpp$(addprefix -,$(SANITIZE))
+cpp-test: $(VENV)/.tools
+	@$(CMAKE) -B $(CPP_OUT) --log-level=WARNING -DJAX_OVERLAP_CUDA=OFF -DJAX_OVERLAP_BUILD_TESTS=ON \
+	  -DJAX_OVERLAP_TESTING=ON -DJAX_OVERLAP_SANITIZE=$(SANITIZE)
+	@$(WITH_VENV) cmake --build $(CPP_OUT)
+	@$(WITH_VENV) ctest --test-dir $(CPP_OUT) --output-on-failure --no-tests=error $(ARGS)
+
+cuda: $(VENV)/.tools
+	@$(CMAKE) -B out/cuda --log-level=WARNING -DJAX_OVERLAP_CUDA=ON
+	@$(WITH_VENV) cmake --build out/cuda --target jax_overlap_cuda
+
+# --- Packages -----------------------------------------------------------------
+# The wheel is built from the sdist, in an environment of its own, as by
+# `pip install jax-overlap`.
+wheel: BUILD_ARGS :=
+sdist: BUILD_ARGS := --sdist
+sdist wheel: $(VENV)/.tools
+	@$(PIP) build
+	@rm -rf dist
+	$(PY) -m build $(BUILD_ARGS) --outdir dist
+
+clean:
+	rm -rf out dist .venv .venv-* bazel-* .pytest_cache .ruff_cache

@@ -1,0 +1,67 @@
+// The Python module jax_overlap._ffi: the table of handlers, and the settings and
+// errors of the native side.
+#include "nanobind/nanobind.h"
+#include "nanobind/stl/string.h"
+#include "nanobind/stl/vector.h"
+
+#include <chrono>
+
+#include "core/ledger.h"
+#include "core/rendezvous.h"
+#include "core/team.h"
+#include "ops/handlers.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace nb = nanobind;
+using namespace jax_overlap;  // NOLINT
+
+namespace {
+
+const Handler kHandlers[] = {
+    PsumHandler(),
+};
+
+nb::dict Targets() {
+  nb::dict targets;
+  for (const Handler& handler : kHandlers) {
+    nb::dict stages;
+    stages["instantiate"] = nb::capsule(handler.instantiate);
+    stages["execute"] = nb::capsule(handler.execute);
+    targets[handler.target] = stages;
+  }
+  return targets;
+}
+
+nb::dict StateTypes() {
+  nb::dict types;
+  for (const Handler& handler : kHandlers) {
+    nb::dict type;
+    type["type_id"] = nb::capsule(handler.state_id);
+    type["type_info"] = nb::capsule(handler.state_info);
+    types[handler.state_name] = type;
+  }
+  return types;
+}
+
+}  // namespace
+
+NB_MODULE(_ffi, m) {
+  m.attr("api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+#if defined(JAX_OVERLAP_TESTING)
+  m.attr("testing") = true;
+#else
+  m.attr("testing") = false;
+#endif
+  m.def("targets", &Targets, "FFI targets: name -> stage -> capsule");
+  m.def("state_types", &StateTypes, "FFI state types: name -> type_id, type_info");
+  m.def(
+      "configure",
+      [](double wait_timeout_s, size_t heap_bytes) {
+        Rendezvous::SetWaitTimeout(std::chrono::duration<double>(wait_timeout_s));
+        HostTeam::SetHeapBytes(heap_bytes);
+      },
+      nb::arg("wait_timeout_s"), nb::arg("heap_bytes"));
+  m.def("report_errors_at_exit", [] { Ledger::Get().ReportAtExit(); });
+  m.def("last_errors", [] { return Ledger::Get().Texts(); });
+  m.def("clear_errors", [] { Ledger::Get().Clear(); });
+}

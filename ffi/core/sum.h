@@ -1,0 +1,84 @@
+// Sums of rows in rank order: the one place where the ops add.
+//
+// out[i] = row(0)[i] + row(1)[i] + ... from left to right, each element widened
+// to its accumulator and rounded once at the end. The order depends on ranks
+// only, so every rank that sums the same rows gets the same bits, in every run.
+#pragma once
+
+#include <cstddef>
+#include <type_traits>
+
+#include "core/annotations.h"
+#include "core/dtype.h"
+#include "core/mutants.h"
+#include "core/schedule.h"
+
+namespace jax_overlap {
+
+#if !defined(__CUDACC__)
+// Vectorised loops over one tile, compiled in sum.cc for several instruction sets.
+#define JO_DECLARE_TILE_KERNELS(T)                                  \
+  void WidenTile(const T* row, size_t n, Acc<T>* acc);              \
+  void AddTile(const T* row, size_t n, Acc<T>* acc);                \
+  void NarrowTile(const Acc<T>* acc, size_t n, T* out);
+JO_DECLARE_TILE_KERNELS(float)
+JO_DECLARE_TILE_KERNELS(double)
+JO_DECLARE_TILE_KERNELS(BFloat16)
+JO_DECLARE_TILE_KERNELS(Float16)
+JO_DECLARE_TILE_KERNELS(int32_t)
+JO_DECLARE_TILE_KERNELS(int8_t)
+#undef JO_DECLARE_TILE_KERNELS
+
+constexpr size_t kSumTile = 1024;  // elements; the accumulators stay in the L1 cache
+#endif
+
+// Adds `x` to `acc` as the accumulator does (or, as a mutant, in the type of the data).
+template <class T>
+JO_HD Acc<T> Accumulate(Acc<T> acc, T x) {
+  const Acc<T> sum = Add(acc, Numeric<T>::Widen(x));
+  return JO_MUTANT("half_accumulate") ? Numeric<T>::Widen(Numeric<T>::Narrow(sum)) : sum;
+}
+
+// Stores an accumulator as T, or as itself where partial sums travel on.
+template <class T>
+JO_HD void StoreSum(Acc<T> sum, T* out) {
+  *out = Numeric<T>::Narrow(sum);
+}
+template <class T, class A, class = std::enable_if_t<!std::is_same<T, A>::value>>
+JO_HD void StoreSum(A sum, A* out) {
+  *out = sum;
+}
+
+template <class T, class Out, class Threads, class Row>
+JO_HD void SumRows(const Threads& threads, int rows, Row row, size_t n, Out* out) {
+  if (JO_MUTANT("skip_peer") && rows > 1) --rows;
+#if defined(__CUDACC__)
+  for (size_t i = threads.index(); i < n; i += threads.count()) {
+    Acc<T> sum = Numeric<T>::Widen(row(0)[i]);
+    for (int r = 1; r < rows; ++r) sum = Accumulate<T>(sum, row(r)[i]);
+    StoreSum<T>(sum, out + i);
+  }
+#else
+  static_assert(std::is_same<Out, T>::value || std::is_same<Out, Acc<T>>::value,
+                "a sum is stored as the data or as its accumulator");
+  Acc<T> tile[kSumTile];
+  for (size_t begin = threads.index() * kSumTile; begin < n; begin += threads.count() * kSumTile) {
+    const size_t m = Min(kSumTile, n - begin);
+    WidenTile(row(0) + begin, m, tile);
+    for (int r = 1; r < rows; ++r) {
+      if (JO_MUTANT("half_accumulate")) {
+        for (size_t i = 0; i < m; ++i) tile[i] = Accumulate<T>(tile[i], row(r)[begin + i]);
+      } else {
+        AddTile(row(r) + begin, m, tile);
+      }
+    }
+    if constexpr (std::is_same<Out, T>::value) {
+      NarrowTile(tile, m, out + begin);
+    } else {
+      memcpy(out + begin, tile, m * sizeof(Out));
+    }
+  }
+#endif
+}
+
+}  // namespace jax_overlap

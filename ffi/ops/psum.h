@@ -1,0 +1,451 @@
+// All-reduce: out = the sum of the ranks' vectors, on every rank.
+//
+// Written once for CPU and GPU, on the seams Threads (core/threads.h) and Link
+// (core/link.h). Each algorithm is a class with
+//   Bytes(team, capacity)   of a channel for chunks of up to `capacity` elements
+//   Run(...)                one rank's part of one chunk
+// and RunPsum cuts a vector into chunks, each with a sequence number of its own.
+//
+//   one_shot   every rank sends all to every other rank, in cells that say
+//              themselves that they have come: one latency, (P-1) n bytes.
+//   two_shot   reduce-scatter, then all-gather: two latencies, 2 (P-1)/P n bytes.
+//   nvrar      reduce-scatter in the node, recursive doubling across nodes,
+//              all-gather in the node (arXiv:2511.09557): log2(nodes) latencies
+//              across nodes, where every rank sends only its 1/G of the vector.
+//
+// Order of the sum: one_shot and two_shot add in rank order; nvrar adds in rank
+// order inside a node, then lower + higher node. All ranks compute every element
+// with the same operations, so they hold the same bits. Sums travel between
+// nodes in the accumulator's type, so half types are rounded once.
+//
+// Reuse of slots. one_shot and the steps inside a node use two slots in turn: a
+// rank that starts sequence e + 2 has heard from every rank in e + 1, and those
+// sent e + 1 only after they had read e. Recursive doubling hears from one
+// partner a step, so it waits for that partner's `ready` word: the sequence number
+// up to which the partner has read, sent back at the end of a call and waited for
+// at the start of the next, off the critical path.
+#pragma once
+
+#include "core/link.h"
+#include "core/schedule.h"
+#include "core/status.h"
+#include "core/sum.h"
+#include "core/threads.h"
+
+namespace jax_overlap {
+
+// `size` ranks in nodes of `node_size`, numbered node by node.
+struct TeamShape {
+  int rank;
+  int size;
+  int node_size;
+
+  JO_HD int nodes() const { return size / node_size; }
+  JO_HD int node() const { return rank / node_size; }
+  JO_HD int local() const { return rank % node_size; }
+  JO_HD int first_of_node() const { return node() * node_size; }
+};
+
+// A flag or ready word has a cache line to itself.
+struct alignas(64) Word {
+  uint64_t value;
+};
+
+// Hands out consecutive, aligned pieces of a channel. With a null base it counts.
+class Carver {
+ public:
+  explicit JO_HD Carver(char* base) : next_(reinterpret_cast<uintptr_t>(base)), base_(next_) {}
+
+  template <class T>
+  JO_HD T* Take(size_t count) {
+    const uintptr_t piece = next_;
+    next_ = RoundUp(piece + count * sizeof(T), alignof(Word));
+    return reinterpret_cast<T*>(piece);
+  }
+  JO_HD size_t bytes() const { return next_ - base_; }
+
+ private:
+  uintptr_t next_;
+  const uintptr_t base_;
+};
+
+// The slot, of two used in turn, of a sequence number.
+JO_HD size_t SlotOf(uint64_t sequence) { return JO_MUTANT("one_slot") ? 0 : sequence & 1; }
+
+// Slices start at cache lines, so that no line is written by two ranks.
+template <class T>
+constexpr size_t kSliceAlign = 64 / sizeof(T);
+
+template <class T, class Threads>
+JO_HD void Copy(const Threads& threads, const T* from, size_t n, T* to) {
+#if defined(__CUDACC__)
+  for (size_t i = threads.index(); i < n; i += threads.count()) to[i] = from[i];
+#else
+  if (threads.index() == 0) memcpy(to, from, n * sizeof(T));
+#endif
+}
+
+// Thread 0 tells `peer` that this rank's stores before now are complete.
+template <class Threads, class Link>
+JO_HD void SignalPeer(const Threads& threads, Link& link, Word* flag, int peer, uint64_t sequence) {
+  threads.sync();
+  if (threads.index() == 0) link.Signal(&flag->value, peer, sequence);
+}
+
+// ------------------------------------------------------------------ one_shot
+template <class T>
+struct OneShot {
+  struct Memory {
+    Cell* slots;  // [2][source][cells of a chunk]
+    size_t cells;
+    JO_HD Cell* slot(uint64_t sequence, int source, int size) const {
+      return slots + (SlotOf(sequence) * size + source) * cells;
+    }
+  };
+  static JO_HD Memory Carve(Carver& carver, TeamShape team, size_t capacity) {
+    const size_t cells = CeilDiv(capacity, kPerCell<T>);
+    return {carver.Take<Cell>(2 * team.size * cells), cells};
+  }
+
+  template <class Threads, class Link>
+  static JO_HD void Run(const Threads& threads, Link& link, const Memory& memory, TeamShape team,
+                        uint64_t sequence, const T* in, size_t n, T* out) {
+    const auto epoch = static_cast<uint32_t>(sequence);
+    const size_t cells = CeilDiv(n, kPerCell<T>);
+    Cell* const mine = memory.slot(sequence, team.rank, team.size);
+    for (int k = 1; k < team.size; ++k) {
+      const int peer = Rotated(team.rank, k, team.size);
+      for (size_t i = threads.index(); i < cells; i += threads.count()) {
+        link.StoreCell(mine + i, peer, PackCell(in, n, i), epoch);
+      }
+    }
+    const int sources = JO_MUTANT("skip_peer") ? team.size - 1 : team.size;
+    for (size_t i = threads.index(); i < cells; i += threads.count()) {
+      T values[kPerCell<T>];
+      const auto receive = [&](int source) {
+        UnpackCell(source == team.rank ? PackCell(in, n, i)
+                                       : link.LoadCell(memory.slot(sequence, source, team.size) + i,
+                                                       epoch, {source, 0}),
+                   values);
+      };
+      Acc<T> sums[kPerCell<T>];
+      receive(0);
+      for (size_t j = 0; j < kPerCell<T>; ++j) sums[j] = Numeric<T>::Widen(values[j]);
+      for (int source = 1; source < sources; ++source) {
+        receive(source);
+        for (size_t j = 0; j < kPerCell<T>; ++j) sums[j] = Accumulate<T>(sums[j], values[j]);
+      }
+      for (size_t j = 0; j < kPerCell<T>; ++j) values[j] = Numeric<T>::Narrow(sums[j]);
+      StoreElements(values, out, n, i);
+    }
+  }
+};
+
+// ------------------------------------------------- steps inside a group of ranks
+// A reduce-scatter and an all-gather among `count` consecutive ranks from `first`,
+// where each owns the slice of its place. Staged, they go through slots and flags:
+//
+//   rank a: in[slice b] -> slot a of b, flag        b: waits for all flags, adds
+//   rank b: sum[slice b] -> gathered[slice b] of a, flag      a: waits, copies out
+//
+// Direct, a rank reads its slice of all inputs and writes it to all outputs.
+template <class T>
+struct GroupSteps {
+  T* scattered;       // [2][source][slice]
+  T* gathered;        // [2][chunk]
+  Word* scatter_flags;  // [source]
+  Word* gather_flags;   // [source]
+  size_t slice_capacity;
+  size_t chunk_capacity;
+
+  static JO_HD GroupSteps Carve(Carver& carver, int count, size_t capacity, bool direct) {
+    const size_t slice = MaxSlice(capacity, count, kSliceAlign<T>);
+    if (direct) return {nullptr, nullptr, nullptr, nullptr, slice, capacity};
+    GroupSteps steps;
+    steps.scattered = carver.Take<T>(2 * count * slice);
+    steps.gathered = carver.Take<T>(2 * capacity);
+    steps.scatter_flags = carver.Take<Word>(count);
+    steps.gather_flags = carver.Take<Word>(count);
+    steps.slice_capacity = slice;
+    steps.chunk_capacity = capacity;
+    return steps;
+  }
+
+  // Leaves in `sum` (as T or as its accumulator) the own slice of the group's sum.
+  template <class Out, class Threads, class Link>
+  JO_HD void ReduceScatter(const Threads& threads, Link& link, int first, int count,
+                           uint64_t sequence, const T* in, size_t n, Out* sum) const {
+    const int place = link.rank() - first;
+    const Slice own = SliceOf(n, count, place, kSliceAlign<T>);
+    if constexpr (Link::kDirect) {
+      SumRows<T>(
+          threads, count, [&](int source) { return link.Input(in, first + source) + own.begin; },
+          own.size(), sum);
+    } else {
+      T* const slots = scattered + SlotOf(sequence) * count * slice_capacity;
+      for (int k = 1; k < count; ++k) {
+        const int peer = Rotated(place, k, count);
+        const Slice theirs = SliceOf(n, count, peer, kSliceAlign<T>);
+        T* const slot = link.At(slots + place * slice_capacity, first + peer);
+        Copy(threads, in + theirs.begin, theirs.size(), slot);
+        SignalPeer(threads, link, scatter_flags + place, first + peer, sequence);
+      }
+      if (threads.index() == 0) {
+        for (int k = 1; k < count; ++k) {
+          const int peer = Rotated(place, k, count);
+          link.Wait(&scatter_flags[peer].value, sequence, {first + peer, 0});
+        }
+      }
+      threads.sync();
+      SumRows<T>(
+          threads, count,
+          [&](int source) {
+            return source == place ? in + own.begin : slots + source * slice_capacity;
+          },
+          own.size(), sum);
+    }
+  }
+
+  // Completes `out`, of which this rank has the own slice, on all ranks.
+  template <class Threads, class Link>
+  JO_HD void AllGather(const Threads& threads, Link& link, int first, int count, uint64_t sequence,
+                       size_t n, T* out) const {
+    const int place = link.rank() - first;
+    const Slice own = SliceOf(n, count, place, kSliceAlign<T>);
+    T* const buffer = gathered + SlotOf(sequence) * chunk_capacity;
+    threads.sync();
+    for (int k = 1; k < count; ++k) {
+      const int peer = first + Rotated(place, k, count);
+      if constexpr (Link::kDirect) {
+        Copy(threads, out + own.begin, own.size(), link.Output(out, peer) + own.begin);
+      } else {
+        Copy(threads, out + own.begin, own.size(), link.At(buffer, peer) + own.begin);
+        SignalPeer(threads, link, gather_flags + place, peer, sequence);
+      }
+    }
+    if constexpr (!Link::kDirect) {
+      for (int k = 1; k < count; ++k) {
+        const int peer = Rotated(place, k, count);
+        const Slice theirs = SliceOf(n, count, peer, kSliceAlign<T>);
+        if (threads.index() == 0) {
+          link.Wait(&gather_flags[peer].value, sequence, {first + peer, 1});
+        }
+        threads.sync();
+        Copy(threads, buffer + theirs.begin, theirs.size(), out + theirs.begin);
+      }
+    }
+  }
+};
+
+// ------------------------------------------------------------------ two_shot
+template <class T, bool Direct>
+struct TwoShot {
+  using Memory = GroupSteps<T>;
+  static JO_HD Memory Carve(Carver& carver, TeamShape team, size_t capacity) {
+    return Memory::Carve(carver, team.size, capacity, Direct);
+  }
+
+  template <class Threads, class Link>
+  static JO_HD void Run(const Threads& threads, Link& link, const Memory& memory, TeamShape team,
+                        uint64_t sequence, const T* in, size_t n, T* out) {
+    T* const own = out + SliceOf(n, team.size, team.rank, kSliceAlign<T>).begin;
+    memory.ReduceScatter(threads, link, 0, team.size, sequence, in, n, own);
+    memory.AllGather(threads, link, 0, team.size, sequence, n, out);
+  }
+};
+
+// --------------------------------------------------------------------- nvrar
+template <class T, bool Direct>
+struct Nvrar {
+  // An exchange with one partner: step 0 .. steps-1 of the doubling, then the two
+  // of the fold.
+  struct Memory {
+    GroupSteps<T> node;
+    Acc<T>* partial;  // this rank's slice of the node's sum, then of the whole sum
+    Cell* cells;      // [exchange][cells of a slice]
+    Word* ready;      // [exchange]
+    size_t slice_cells;
+  };
+  static JO_HD Memory Carve(Carver& carver, TeamShape team, size_t capacity) {
+    Memory memory;
+    memory.node = GroupSteps<T>::Carve(carver, team.node_size, capacity, Direct);
+    const size_t slice = MaxSlice(capacity, team.node_size, kSliceAlign<T>);
+    const int exchanges = Doubling{team.nodes()}.steps() + 2;
+    memory.slice_cells = CeilDiv(slice, kPerCell<Acc<T>>);
+    memory.partial = carver.Take<Acc<T>>(slice);
+    memory.cells = carver.Take<Cell>(exchanges * memory.slice_cells);
+    memory.ready = carver.Take<Word>(exchanges);
+    return memory;
+  }
+
+  template <class Threads, class Link>
+  static JO_HD void Run(const Threads& threads, Link& link, const Memory& memory, TeamShape team,
+                        uint64_t sequence, const T* in, size_t n, T* out) {
+    const int first = team.first_of_node();
+    const Slice own = SliceOf(n, team.node_size, team.local(), kSliceAlign<T>);
+    memory.node.ReduceScatter(threads, link, first, team.node_size, sequence, in, n,
+                              memory.partial);
+    threads.sync();
+    AcrossNodes<Threads, Link>{threads, link, memory, team, sequence, own.size()}.Run();
+    threads.sync();
+    for (size_t i = threads.index(); i < own.size(); i += threads.count()) {
+      out[own.begin + i] = Numeric<T>::Narrow(memory.partial[i]);
+    }
+    memory.node.AllGather(threads, link, first, team.node_size, sequence, n, out);
+  }
+
+ private:
+  static constexpr size_t kChunkCells = 512;  // 4 KB of data
+
+  // Recursive doubling on `partial`, cut into chunks: while a chunk's cells are on
+  // their way, other chunks are added, and a chunk starts its next step as soon as
+  // it has made this one. Every thread keeps to its own cells throughout, so no
+  // step needs a sync.
+  template <class Threads, class Link>
+  struct AcrossNodes {
+    const Threads& threads;
+    Link& link;
+    const Memory& memory;
+    const TeamShape team;
+    const uint64_t sequence;
+    const size_t n;
+
+    JO_HD void Run() {
+      const Doubling doubling{team.nodes()};
+      const int node = team.node();
+      const int steps = doubling.steps();
+      const int fold_in = steps, fold_out = steps + 1;
+      const int fold_peer = RankIn(doubling.fold_partner(node));
+      if (threads.index() == 0) WaitUntilReady(doubling);
+      threads.sync();
+      if (doubling.folded(node)) {
+        ForChunks([&](Slice chunk) { Send(fold_in, fold_peer, chunk); });
+        ForChunks([&](Slice chunk) { Receive(fold_out, fold_peer, chunk, Replace{}); });
+      } else {
+        ForChunks([&](Slice chunk) {
+          if (doubling.hosts(node)) Receive(fold_in, fold_peer, chunk, AddHigher{});
+          if (steps > 0) Send(0, Partner(0), chunk);
+        });
+        for (int step = 0; step < steps; ++step) {
+          const bool partner_is_lower = Partner(step) < team.rank;
+          ForChunks([&](Slice chunk) {
+            if (partner_is_lower) {
+              Receive(step, Partner(step), chunk, AddLower{});
+            } else {
+              Receive(step, Partner(step), chunk, AddHigher{});
+            }
+            if (step + 1 < steps) Send(step + 1, Partner(step + 1), chunk);
+            if (step + 1 == steps && doubling.hosts(node)) Send(fold_out, fold_peer, chunk);
+          });
+        }
+      }
+      threads.sync();
+      if (threads.index() == 0) SayReady(doubling);
+    }
+
+   private:
+    // What becomes of the own value `a` when `b` is received. The order of the
+    // operands is by node, so that both partners compute the same bits.
+    struct AddHigher {
+      JO_HD Acc<T> operator()(Acc<T> a, Acc<T> b) const { return Add(a, b); }
+    };
+    struct AddLower {
+      JO_HD Acc<T> operator()(Acc<T> a, Acc<T> b) const { return Add(b, a); }
+    };
+    struct Replace {
+      JO_HD Acc<T> operator()(Acc<T>, Acc<T> b) const { return b; }
+    };
+
+    JO_HD int RankIn(int node) const { return node * team.node_size + team.local(); }
+    JO_HD int Partner(int step) const { return RankIn(Doubling::partner(team.node(), step)); }
+
+    template <class F>
+    JO_HD void ForChunks(F f) const {
+      const size_t cells = CeilDiv(n, kPerCell<Acc<T>>);
+      for (size_t begin = 0; begin < cells; begin += kChunkCells) {
+        f(Slice{begin, Min(cells, begin + kChunkCells)});
+      }
+    }
+
+    JO_HD Cell* Slot(int exchange) const { return memory.cells + exchange * memory.slice_cells; }
+
+    JO_HD void Send(int exchange, int peer, Slice chunk) const {
+      const auto epoch = static_cast<uint32_t>(sequence);
+      for (size_t i = chunk.begin + threads.index(); i < chunk.end; i += threads.count()) {
+        link.StoreCell(Slot(exchange) + i, peer, PackCell(memory.partial, n, i), epoch);
+      }
+    }
+
+    template <class Combine>
+    JO_HD void Receive(int exchange, int peer, Slice chunk, Combine combine) const {
+      const auto epoch = static_cast<uint32_t>(sequence);
+      for (size_t i = chunk.begin + threads.index(); i < chunk.end; i += threads.count()) {
+        Acc<T> own[kPerCell<Acc<T>>], theirs[kPerCell<Acc<T>>];
+        UnpackCell(PackCell(memory.partial, n, i), own);
+        UnpackCell(link.LoadCell(Slot(exchange) + i, epoch, {peer, exchange}), theirs);
+        for (size_t j = 0; j < kPerCell<Acc<T>>; ++j) own[j] = combine(own[j], theirs[j]);
+        StoreElements(own, memory.partial, n, i);
+      }
+    }
+
+    // f(exchange, peer, sends, receives) for each exchange this node takes part in.
+    template <class F>
+    JO_HD void ForExchanges(const Doubling& doubling, F f) const {
+      const int node = team.node(), steps = doubling.steps();
+      const int fold_peer = RankIn(doubling.fold_partner(node));
+      if (doubling.folded(node)) {
+        f(steps, fold_peer, true, false);
+        f(steps + 1, fold_peer, false, true);
+        return;
+      }
+      for (int step = 0; step < steps; ++step) f(step, Partner(step), true, true);
+      if (doubling.hosts(node)) {
+        f(steps, fold_peer, false, true);
+        f(steps + 1, fold_peer, true, false);
+      }
+    }
+
+    // The partner has read what the last call sent: its cells can be written again.
+    JO_HD void WaitUntilReady(const Doubling& doubling) const {
+      if (JO_MUTANT("missing_ready_wait")) return;
+      ForExchanges(doubling, [&](int exchange, int peer, bool sends, bool) {
+        if (sends) link.Wait(&memory.ready[exchange].value, sequence - 1, {peer, exchange});
+      });
+    }
+    JO_HD void SayReady(const Doubling& doubling) const {
+      ForExchanges(doubling, [&](int exchange, int peer, bool, bool receives) {
+        if (receives) link.Signal(&memory.ready[exchange].value, peer, sequence);
+      });
+    }
+  };
+};
+
+// ------------------------------------------------------------ all algorithms
+// The bytes of a channel for chunks of up to `capacity` elements, on each rank.
+template <class Algorithm>
+JO_HD size_t PsumChannelBytes(TeamShape team, size_t capacity) {
+  Carver carver(nullptr);
+  carver.Take<Word>(1);
+  Algorithm::Carve(carver, team, capacity);
+  return carver.bytes();
+}
+
+// One rank's part of an all-reduce of `n` elements. The channel begins with the
+// last sequence number used, which is the same on all ranks.
+template <class Algorithm, class T, class Threads, class Link>
+JO_HD void RunPsum(const Threads& threads, Link& link, TeamShape team, char* channel,
+                   size_t capacity, const T* in, size_t n, T* out) {
+  Carver carver(channel);
+  Word* const last = carver.Take<Word>(1);
+  const auto memory = Algorithm::Carve(carver, team, capacity);
+  uint64_t sequence = last->value;
+  for (size_t begin = 0; begin < n; begin += capacity) {
+    if (!JO_MUTANT("stale_epoch") || sequence == 0) ++sequence;
+    Algorithm::Run(threads, link, memory, team, sequence, in + begin, Min(capacity, n - begin),
+                   out + begin);
+    threads.sync();
+  }
+  if (threads.index() == 0) last->value = sequence;
+}
+
+}  // namespace jax_overlap

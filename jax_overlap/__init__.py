@@ -1,0 +1,15 @@
+"""Collectives and collective matmuls for JAX that hide communication behind compute.
+
+Inside `jax.shard_map`, write `jax_overlap.psum(x, "tp")` for `jax.lax.psum(x, "tp")`:
+same values, same gradients, same sharding types. `jax_overlap.explain(fn, *args)`
+says what each op will do and why; `jax_overlap.info()` what is loaded.
+"""
+
+from jax_overlap.errors import OverlapError as OverlapError
+from jax_overlap.errors import clear_errors as clear_errors
+from jax_overlap.errors import last_errors as last_errors
+from jax_overlap.explain import explain as explain
+from jax_overlap.info import info as info
+from jax_overlap.ops.psum import psum as psum
+
+__version__ = "0.1.0"

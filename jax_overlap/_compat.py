@@ -1,0 +1,99 @@
+"""Everything taken from JAX's private modules, and what differs between versions.
+
+Supported: JAX 0.10.2 to 0.12. A name that moves is mended here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import jax
+import jaxlib
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import dispatch as _dispatch
+from jax._src.lax import parallel as _parallel
+from jax.extend.mlir.dialects import stablehlo
+from jaxlib import xla_client as _xla_client
+
+OLDEST_JAXLIB = "0.10.2"
+_FIRST_UNTESTED_JAX = (0, 13, 0)
+
+jaxlib_version = jaxlib.__version__
+NamedAxisEffect = _core.NamedAxisEffect
+check_axis_names = _parallel._check_axis_names
+apply_primitive = _dispatch.apply_primitive
+
+if jax.__version_info__ >= _FIRST_UNTESTED_JAX:
+    warnings.warn(
+        f"jax_overlap was tested with JAX 0.10.2 to 0.12, this is {jax.__version__}.",
+        stacklevel=2,
+    )
+
+
+def ffi_api_version() -> tuple[int, int]:
+    """The XLA FFI version of the jaxlib that runs, as (major, minor)."""
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
+    return int(found["MAJOR"]), int(found["MINOR"])
+
+
+def prepare_cpu_state_types() -> None:
+    """Lets CPU handlers with a state type be registered before the backend starts.
+
+    jaxlib replays deferred registrations when it makes the CPU client, handlers
+    before types, and refuses the handlers. With the type handler in place types
+    are registered at once.
+    """
+    _xla_client.register_custom_type_handler(
+        "cpu", _xla_client._xla.register_custom_type
+    )
+
+
+def check_vma() -> bool:
+    """Whether the trace at hand tracks varying manual axes (`check_vma=True`)."""
+    return _config._check_vma.value
+
+
+def set_check_vma(value: bool):
+    """A context in which `check_vma()` is `value`."""
+    return _config._check_vma(value)
+
+
+def auto_pcast() -> bool:
+    """Whether collectives mark their operands as varying where they have to be."""
+    return _config.auto_pcast.value
+
+
+def without_unit_axes(axes: tuple) -> tuple:
+    """`axes` less those of size one, if JAX is set to drop these from types."""
+    return _parallel._maybe_skip_one_sized_axes(axes)
+
+
+def varying(x) -> frozenset:
+    """The mesh axes over which `x` varies."""
+    return jax.typeof(x).mat.varying
+
+
+def unreduced(x) -> frozenset:
+    """The mesh axes over which `x` is an unreduced sum."""
+    return jax.typeof(x).mat.unreduced
+
+
+def manual_mesh(ctx):
+    """The mesh and the manual axes of a lowering context; (None, ()) without a mesh."""
+    axis_context = ctx.module_context.axis_context
+    mesh = getattr(axis_context, "mesh", None)
+    return mesh, getattr(axis_context, "manual_axes", frozenset())
+
+
+def platforms(ctx) -> tuple[str, ...]:
+    """The platforms that a lowering context lowers for."""
+    return tuple(ctx.platforms or ctx.module_context.platforms)
+
+
+def partition_id():
+    """Emits the logical id of the device that runs the program, as a uint32."""
+    return stablehlo.partition_id()

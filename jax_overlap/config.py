@@ -1,0 +1,77 @@
+"""Environment variables: all of them, in one table.
+
+Values are checked when they are read; a bad one is a `ValueError` that names the
+variable, what it holds and what it may hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise ValueError
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """An environment variable: its parser, its default and what it is for."""
+
+    name: str
+    default: Any
+    parse: Callable[[str], Any]
+    legal: str
+    doc: str
+
+    def read(self) -> Any:
+        """The value now; `default` if the variable is unset or empty."""
+        text = os.environ.get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise ValueError(
+                f"{self.name} is {text!r}, but has to be {self.legal}. "
+                f"It sets {self.doc} (default: {self.default})."
+            ) from None
+
+
+WAIT_TIMEOUT_S = Variable(
+    "JAX_OVERLAP_WAIT_TIMEOUT_S",
+    60.0,
+    _positive_float,
+    "a positive number of seconds",
+    "how long a rank waits for its peers before the call fails; read at import",
+)
+HEAP_BYTES = Variable(
+    "JAX_OVERLAP_HEAP_BYTES",
+    256 << 20,
+    _positive_int,
+    "a positive number of bytes",
+    "the size of a team's symmetric heap, of each rank; read at import",
+)
+NODE_SIZE = Variable(
+    "JAX_OVERLAP_NODE_SIZE",
+    None,
+    _positive_int,
+    "a positive number of ranks",
+    "how many consecutive ranks of a team count as one node, instead of those "
+    "that share a host; read when a function is lowered",
+)
+
+VARIABLES = (WAIT_TIMEOUT_S, HEAP_BYTES, NODE_SIZE)

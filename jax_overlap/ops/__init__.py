@@ -1,0 +1,1 @@
+"""The ops: one file each, of the same name."""

@@ -1,0 +1,76 @@
+"""What all collective ops share: options, axes, and the way into JAX's rules."""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+
+from jax_overlap import _compat, _native, errors
+from jax_overlap.plan import NATIVE_DTYPES, Plan, Situation, current_processes, lowered
+
+IMPLEMENTATIONS = ("reference", "native")
+
+
+def check_options(op: str, implementation, algorithm, algorithms) -> None:
+    """Refuses unknown options, forked processes and unacknowledged errors."""
+    _native.check_process()
+    errors.raise_unacknowledged()
+    for option, value, legal in (
+        ("implementation", implementation, IMPLEMENTATIONS),
+        ("algorithm", algorithm, tuple(algorithms)),
+    ):
+        if value is not None and value not in legal:
+            raise ValueError(
+                f"{op}: {option}={value!r}, but has to be None or one of {legal}."
+            )
+
+
+def check_native_dtype(op: str, implementation, dtype) -> None:
+    """Refuses a dtype that `implementation="native"` cannot serve."""
+    if implementation == "native" and str(dtype) not in NATIVE_DTYPES:
+        raise TypeError(
+            f"{op}: implementation='native' does not take dtype {dtype}, only "
+            f"{', '.join(NATIVE_DTYPES)}. Leave implementation=None to lower to jax.lax."
+        )
+
+
+def canonical_axes(axis_name) -> tuple:
+    """`axis_name` as a tuple, as `jax.lax` reads it."""
+    axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    return _compat.without_unit_axes(axes)
+
+
+def make_varying(x, axes: tuple):
+    """Marks `x` as varying over all of `axes`, as `jax.lax` collectives do."""
+    missing = tuple(a for a in axes if a not in _compat.varying(x))
+    if missing and _compat.check_vma() and _compat.auto_pcast():
+        return lax.pcast(x, missing, to="varying")
+    return x
+
+
+def situation_of(ctx) -> tuple:
+    """(mesh, situation) of a lowering context."""
+    mesh, manual = _compat.manual_mesh(ctx)
+    return mesh, Situation(
+        _compat.platforms(ctx), frozenset(mesh.axis_names), manual, current_processes()
+    )
+
+
+def count_or_refuse(plan: Plan, implementation) -> None:
+    """Counts a plan that is lowered; refuses a fallback that was not to be."""
+    lowered.add(plan)
+    if implementation == "native" and plan.implementation == "lax":
+        raise NotImplementedError(
+            f"{plan.op}: implementation='native' is not possible here: {plan.reason}. "
+            "Leave implementation=None to lower to jax.lax."
+        )
+
+
+def device_operand(ctx):
+    """(value, aval) of the logical id of the device, the first operand on CPU.
+
+    A handler cannot tell by itself which rank it is: the device ordinal that XLA
+    gives it is not the position in the mesh.
+    """
+    aval = jax.core.ShapedArray((), jax.numpy.uint32)
+    return _compat.partition_id(), aval

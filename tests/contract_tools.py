@@ -1,0 +1,197 @@
+"""What the tests of every op share: layouts of devices, data, and programs.
+
+Arrays are *stacked*: entry p of the leading dimension belongs to the device at
+flat position p of the mesh, both for arguments and for results. So each rank's
+result is seen by itself, and a replica that differs is seen too.
+"""
+
+import dataclasses
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+BF16 = jnp.bfloat16
+F16 = np.float16
+
+# Unit roundoff of a rounding to the type. A float64 sum has no wider oracle that
+# every machine has, so np.longdouble stands in for it.
+ROUNDOFF = {
+    np.dtype(BF16): 2.0**-8,
+    np.dtype(F16): 2.0**-11,
+    np.dtype(np.float32): 2.0**-24,
+    np.dtype(np.float64): 2.0**-53,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh, and the axes of it over which an op acts (major first)."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    axes: tuple[str, ...]
+    order: tuple[int, ...] | None = None  # index of the device at each position
+    axis_type: AxisType = AxisType.Auto
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def team(self) -> int:
+        return int(np.prod([self.shape[self.names.index(a)] for a in self.axes]))
+
+    @property
+    def axis_name(self):
+        return self.axes[0] if len(self.axes) == 1 else self.axes
+
+    @functools.cached_property
+    def mesh(self) -> jax.sharding.Mesh:
+        devices = np.array(jax.devices()[: self.size] if self.order is None else
+                           [jax.devices()[i] for i in self.order])  # fmt: skip
+        types = (self.axis_type,) * len(self.names)
+        return jax.sharding.Mesh(devices.reshape(self.shape), self.names, types)
+
+    @property
+    def teams(self) -> np.ndarray:
+        """Positions of the ranks of each team, in rank order: [teams, team]."""
+        acted = [self.names.index(a) for a in self.axes]
+        others = [i for i in range(len(self.names)) if i not in acted]
+        grid = np.arange(self.size).reshape(self.shape)
+        return grid.transpose(others + acted).reshape(-1, self.team)
+
+    def __str__(self) -> str:
+        text = "x".join(map(str, self.shape)) + "_over_" + "".join(self.axes)
+        text += "" if self.order is None else "_order_" + "".join(map(str, self.order))
+        return text + ("" if self.axis_type == AxisType.Auto else "_explicit")
+
+
+def line(n: int, **kw) -> Layout:
+    return Layout((n,), ("x",), ("x",), **kw)
+
+
+LAYOUTS = (
+    line(8, order=(3, 1, 4, 0, 5, 7, 2, 6)),
+    line(3, order=(7, 2, 5)),
+    line(4, axis_type=AxisType.Explicit),
+    Layout((2, 4), ("a", "b"), ("a",)),
+    Layout((2, 4), ("a", "b"), ("b",)),
+    Layout((2, 4), ("a", "b"), ("a", "b")),
+    Layout((2, 4), ("a", "b"), ("b", "a")),
+    Layout((3, 2), ("a", "b"), ("a",), order=(6, 1, 5, 0, 3, 2)),
+    Layout((4, 2), ("a", "b"), ("b",), axis_type=AxisType.Explicit),
+    Layout((1, 5), ("a", "b"), ("a", "b")),
+    Layout((2, 2, 2), ("a", "b", "c"), ("b",)),
+    Layout((2, 2, 2), ("a", "b", "c"), ("a", "c")),
+    Layout((2, 2, 2), ("a", "b", "c"), ("c", "a", "b"), order=(7, 6, 5, 4, 3, 2, 1, 0)),
+)
+
+
+def stacked(fn, layout: Layout, *, check_vma: bool = True):
+    """`fn` of one rank's arrays, as a function of stacked arrays under shard_map."""
+    spec = P(layout.names)
+
+    def local(*args):
+        args = jax.tree.map(lambda a: a[0], args)
+        return jax.tree.map(lambda a: jnp.asarray(a)[None], fn(*args))
+
+    return jax.shard_map(
+        local, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
+    )
+
+
+def place(tree, layout: Layout):
+    """Puts stacked numpy arrays on the devices, each process its own parts."""
+    sharding = NamedSharding(layout.mesh, P(layout.names))
+    return jax.tree.map(
+        lambda a: jax.make_array_from_callback(a.shape, sharding, lambda i: a[i]), tree
+    )
+
+
+def fetch(array) -> dict[int, np.ndarray]:
+    """The parts of a stacked array that this process holds, by position."""
+    return {
+        shard.index[0].start or 0: np.array(shard.data)[0]
+        for shard in array.addressable_shards
+    }
+
+
+def bits(array) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+def exact(seed: int, shape, dtype) -> np.ndarray:
+    """Small integers: every partial sum is representable, so results are exact."""
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
+
+
+def normal(seed: int, shape, dtype) -> np.ndarray:
+    """Normal numbers, larger on later positions, so that ranks weigh unlike."""
+    scale = np.arange(1.0, shape[0] + 1).reshape((-1,) + (1,) * (len(shape) - 1))
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(dtype)
+
+
+def wide(array) -> np.ndarray:
+    """The array in a type in which sums of it are exact or nearly so."""
+    if array.dtype == np.float64:
+        return array.astype(np.longdouble)
+    return array.astype(np.float64 if array.dtype.kind not in "iu" else np.int64)
+
+
+def custom_calls(hlo: str, target: str) -> int:
+    return len(re.findall(f'custom_call_target="{re.escape(target)}"', hlo))
+
+
+_COLLECTIVE = re.compile(
+    r"= (\S+|\([^=]*?\)) (all-reduce|all-gather|reduce-scatter|all-to-all|"
+    r"collective-permute|collective-broadcast)(?:-start)?\("
+)
+
+
+def collectives(hlo: str) -> list[str]:
+    """XLA's own collectives in a compiled program: ["all-reduce f32[4]{0}", ...]."""
+    return [f"{kind} {shape}" for shape, kind in _COLLECTIVE.findall(hlo)]
+
+
+@dataclasses.dataclass
+class Child:
+    """What a Python program run in a process of its own left behind."""
+
+    code: int
+    out: str
+    err: str
+    timed_out: bool = False
+
+
+def run_child(*argv: str, env: dict[str, str | None] | None = None, limit: float = 60):
+    """Runs `python *argv` with this environment changed by `env`, for `limit` seconds."""
+
+    full = dict(os.environ, PYTHONFAULTHANDLER="1")
+    for key, value in (env or {}).items():
+        full.pop(key, None)
+        if value is not None:
+            full[key] = value
+    process = subprocess.Popen(
+        [sys.executable, *argv],
+        env=full,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    try:
+        out, err = process.communicate(timeout=limit)
+        return Child(process.returncode, out, err)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        return Child(process.returncode, out, err, timed_out=True)

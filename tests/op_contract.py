@@ -1,0 +1,270 @@
+"""The contract that every op passes, on every backend.
+
+An op describes itself once (`Op`); `Values`, `Programs` and `Transforms` are the
+tests. A test file makes classes of them:
+
+    class PsumValues(op_contract.Values):
+        op = PSUM
+
+The oracle is numpy in a wider type, over the stacked arrays of contract_tools.py.
+Most data are small integers, so results are compared exactly whatever the order of
+summation; `lax` is asked only what structure and types should be.
+"""
+
+import dataclasses
+import os
+import zlib
+from collections.abc import Callable
+from unittest import mock
+
+import contract_tools as tools
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+from contract_tools import BF16, F16, LAYOUTS, Layout, line
+from jax import lax
+
+import jax_overlap
+
+TEAM_SIZES = (1, 2, 3, 4, 5, 6, 8)
+SIZES = (0, 1, 3, 7, 8, 255, 256, 257, 4095, 4096, 4097)
+# A row of bytes that ends off a 16-byte line, in every way that two-byte types can.
+RAGGED = (1, 7, 255, 8192 - 1, *(8192 + k for k in range(1, 8)))
+NODE_SPLITS = ((8, 8), (8, 4), (8, 2), (8, 1), (6, 3), (6, 2), (5, 1), (4, 2), (3, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One op, as the contract needs to know it. Every op is linear in each operand.
+
+    In the numpy functions operands and results are stacked over ONE team, in rank
+    order, and of a wide type.
+    """
+
+    name: str
+    call: Callable  # (*operands, axis_name, **options), ours
+    lax: Callable  # (*operands, axis_name), what it stands in for
+    reference: Callable  # (*operands) -> results
+    vjp: Callable  # (i, operands, cts) -> cotangents of operand i, all ranks' cts in
+    inside_vjp: Callable  # (i, operands, cts, check_vma), as one rank's own jax.vjp
+    shapes: Callable  # (team, size) -> each operand's shape for about `size` elements
+    bound: Callable  # (operands, dtype) -> how far a result may be off
+    algorithms: tuple[str, ...]
+    dtypes: tuple = (np.float32, BF16, F16, np.float64, np.int32, np.int8)
+    invariant: bool = True  # the result is the same on all ranks, and typed so
+
+    @property
+    def target(self) -> str:
+        return f"jax_overlap.{self.name}"
+
+    def operands(self, layout: Layout, size: int, dtype, seed: int, make=tools.exact):
+        shapes = self.shapes(layout.team, size)
+        return tuple(
+            make(seed + 1000 * i, (layout.size, *s), dtype)
+            for i, s in enumerate(shapes)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Near:
+    """A wanted result that may be off by `off` in each element."""
+
+    value: np.ndarray
+    off: np.ndarray
+    dtype: np.dtype
+
+
+def over_teams(layout: Layout, function, *stacked):
+    """`function` of each team's part of wide stacked arrays, put together again."""
+    out = None
+    for team in layout.teams:
+        result = np.asarray(function(*(tools.wide(a)[team] for a in stacked)))
+        if out is None:
+            out = np.zeros((layout.size, *result.shape[1:]), result.dtype)
+        out[team] = result
+    return out
+
+
+def named(**cases):
+    """Cases of parameterized tests whose names can be told to `pytest -k`."""
+    return parameterized.named_parameters(
+        *((f"_{name}", *case) for name, case in cases.items())
+    )
+
+
+class Contract(parameterized.TestCase):
+    """What the groups of tests share."""
+
+    op: Op
+
+    def setUp(self):
+        super().setUp()
+        self.seed = zlib.crc32(self.id().encode()) % 10**6
+        self.assertEqual(jax_overlap.last_errors(), [])
+
+    def tearDown(self):
+        self.assertEqual(jax_overlap.last_errors(), [])
+        super().tearDown()
+
+    @property
+    def algorithms(self):
+        return (None, *self.op.algorithms)
+
+    def want(self, layout: Layout, operands, dtype):
+        return over_teams(layout, self.op.reference, *operands).astype(dtype)
+
+    def assert_stacked(self, got, want, replicas_of: Layout | None = None):
+        """Each rank's part of `got` is as in `want`, a tree of arrays and `Near`s."""
+        got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+        self.assertEqual(len(got), len(want))
+        for leaf, right in zip(got, want, strict=True):
+            near = isinstance(right, Near)
+            value, parts = right.value if near else right, tools.fetch(leaf)
+            for position, part in parts.items():
+                expected = value[position]
+                self.assertEqual(part.shape, expected.shape)
+                self.assertEqual(part.dtype, right.dtype)
+                if near:
+                    off = np.abs(tools.wide(part) - expected)
+                    bad = ~(off <= right.off[position])
+                    self.assertFalse(bad.any(), f"{off[bad]} off at {position}")
+                else:
+                    np.testing.assert_array_equal(part, expected, f"at {position}")
+            for team in () if replicas_of is None else replicas_of.teams:
+                seen = {tools.bits(parts[p]) for p in team if p in parts}
+                self.assertLessEqual(len(seen), 1, "ranks hold different bits")
+
+    def check(self, fn, layout, operands, want, *, calls=None,
+              check_vma=True, foreign=False, replicas=False, repeats=3):  # fmt: skip
+        """Compiles `fn` of one rank's arrays, and checks program, results, inputs.
+
+        calls: how many custom calls the program has (None: some).
+        foreign: whether XLA's own collectives may be in it.
+        """
+        placed = tools.place(operands, layout)
+        program = jax.jit(tools.stacked(fn, layout, check_vma=check_vma))
+        compiled = program.lower(*placed).compile()
+        hlo = compiled.as_text()
+        found = tools.custom_calls(hlo, self.op.target)
+        if calls is None:
+            self.assertGreater(found, 0, "no custom call in the program")
+        else:
+            self.assertEqual(found, calls, "custom calls in the program")
+        if not foreign:
+            self.assertEqual(tools.collectives(hlo), [])
+        first = None
+        for _ in range(repeats):
+            got = jax.block_until_ready(compiled(*placed))
+            same = layout if replicas and self.op.invariant else None
+            self.assert_stacked(got, want, same)
+            seen = jax.tree.map(lambda a: sorted(
+                (p, tools.bits(v)) for p, v in tools.fetch(a).items()), got)  # fmt: skip
+            first = seen if first is None else first
+            self.assertEqual(seen, first, "other bits in a second run")
+        for before, after in zip(
+            jax.tree.leaves(operands), jax.tree.leaves(placed), strict=True
+        ):
+            for position, part in tools.fetch(after).items():
+                self.assertEqual(tools.bits(part), tools.bits(before[position]))
+
+
+class Values(Contract):
+    """The right numbers: for every size, type, algorithm, team and mesh."""
+
+    def check_sizes(self, layout, sizes, dtype, algorithms, **kw):
+        """All sizes and algorithms in one program, each an op of its own."""
+        op = self.op
+        cases = [
+            op.operands(layout, size, dtype, self.seed + i)
+            for i, size in enumerate(sizes)
+        ]
+        right = [self.want(layout, c, dtype) for c in cases]
+
+        def fn(*cases):
+            return [
+                [op.call(*c, layout.axis_name, algorithm=a) for c in cases]
+                for a in algorithms
+            ]
+
+        live = sum(w[0].size > 0 for w in right) if layout.team > 1 else 0
+        self.check(fn, layout, tuple(cases), [right] * len(algorithms),
+                   calls=live * len(algorithms), replicas=True, **kw)  # fmt: skip
+
+    @named(**{f"{n}_ranks": (n,) for n in TEAM_SIZES})
+    def test_sizes(self, n):
+        for algorithm in self.algorithms:
+            with self.subTest(algorithm=algorithm):
+                self.check_sizes(line(n), SIZES, np.float32, [algorithm])
+
+    @named(f32=(np.float32,), bf16=(BF16,), f16=(F16,), f64=(np.float64,),
+           i32=(np.int32,), i8=(np.int8,))  # fmt: skip
+    def test_types(self, dtype):
+        if dtype not in self.op.dtypes:
+            self.skipTest("not a type of this op")
+        with jax.enable_x64(dtype == np.float64):
+            for n in (2, 6):
+                self.check_sizes(line(n), RAGGED, dtype, self.algorithms)
+
+    @named(f32=(np.float32,), bf16=(BF16,), f16=(F16,), f64=(np.float64,))
+    def test_random_data_stay_within_the_derived_bound(self, dtype):
+        op, layout = self.op, line(8)
+        with jax.enable_x64(dtype == np.float64):
+            cases = [
+                op.operands(layout, s, dtype, self.seed + s, tools.normal)
+                for s in (257, 4097, 20_000)
+            ]
+            want = [
+                Near(
+                    over_teams(layout, op.reference, *c),
+                    over_teams(layout, lambda *a: op.bound(a, dtype), *c),
+                    np.dtype(dtype),
+                )
+                for c in cases
+            ]
+            for algorithm in self.algorithms:
+
+                def fn(*cases, algorithm=algorithm):
+                    return [op.call(*c, "x", algorithm=algorithm) for c in cases]
+
+                for split in ("8", "2"):
+                    with self.subTest(algorithm=algorithm, node=split), node_size(split):
+                        self.check(
+                            fn, layout, tuple(cases), want, calls=3, replicas=True
+                        )
+
+    @named(**{f"{n}_ranks_by_{k}": (n, k) for n, k in NODE_SPLITS})
+    def test_node_splits(self, n, size):
+        with node_size(str(size)):
+            for dtype in (np.float32, BF16):
+                self.check_sizes(line(n), (1, 7, 257, 8193), dtype, self.algorithms)
+
+    @named(**{str(layout): (layout,) for layout in LAYOUTS})
+    def test_layouts(self, layout):
+        for check_vma in (True, False):
+            self.check_sizes(
+                layout, (5, 600), np.float32, self.algorithms, check_vma=check_vma
+            )
+
+    @named(f32=(np.float32,), bf16=(BF16,))
+    def test_many_chunks(self, dtype):
+        self.check_sizes(line(4), (2**20 + 3,), dtype, self.algorithms)
+
+    def test_same_bits_in_100_runs(self):
+        op, layout = self.op, line(8)
+        operands = tools.place(
+            op.operands(layout, 3001, BF16, self.seed, tools.normal), layout
+        )
+        for algorithm in self.algorithms:
+            fn = jax.jit(tools.stacked(
+                lambda *a, al=algorithm: op.call(*a, "x", algorithm=al), layout))  # fmt: skip
+            seen = set()
+            for _ in range(100):
+                got = jax.block_until_ready(fn(*operands))
+                seen.add(tuple(sorted(
+                    (p, tools.bits(v)) for p, v in tools.fetch(got).items())))  # fmt: skip
+            self.assertLen(seen, 1, algorithm)
+
+
+def node_size(text: str):
+    return mock.patch.dict(os.environ, JAX_OVERLAP_NODE_SIZE=text)
