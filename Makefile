@@ -7,7 +7,8 @@
 #   make test ARGS='-k psum -x'       arguments for pytest
 #   make cpp-test [SANITIZE=thread|address]
 #   make cuda                         compile the CUDA sources (needs nvcc, no GPU)
-#   make lint | format | sdist | wheel | bazel | clean
+#   make bazel                        build and test with Bazel
+#   make lint | format | sdist | wheel | clean
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -154,5 +155,27 @@ sdist wheel: $(VENV)/.tools
 	@rm -rf dist
 	$(PY) -m build $(BUILD_ARGS) --outdir dist
 
+# --- Bazel --------------------------------------------------------------------
+# Bazel's own Python has no editable jax_overlap, which would come before Bazel's.
+BAZEL_PY := $(CURDIR)/out/bazel/venv/bin/python
+
+out/bazel/venv/.installed: $(VENV)/.created pyproject.toml
+	@echo 'out/bazel/venv: what Bazel takes from Python'
+	@$(PY) -m venv --clear out/bazel/venv
+	@$(BAZEL_PY) -m pip --disable-pip-version-check install -qq jax absl-py nanobind
+	@touch $@
+
+# The bazel on the PATH, else the one of the npm registry.
+bazel: out/bazel/venv/.installed
+	@bazel=$$(command -v bazel || ls out/bazel/node_modules/@bazel/*/bazel-* 2>/dev/null || true); \
+	if [ -z "$$bazel" ]; then \
+	  if ! command -v npm >/dev/null; then \
+	    echo 'make bazel needs bazel (Debian: bazel-bootstrap), or npm to fetch it.'; exit 1; fi; \
+	  npm install --silent --no-save --prefix out/bazel @bazel/bazel-linux_x64@2.1.0; \
+	  bazel=$$(ls out/bazel/node_modules/@bazel/*/bazel-*); \
+	fi; \
+	PYTHON=$(BAZEL_PY) "$$bazel" --batch --output_user_root=$(CURDIR)/out/bazel/root \
+	  test --symlink_prefix=out/bazel/ --noshow_progress //ffi:all //:all $(ARGS)
+
 clean:
-	rm -rf out dist .venv .venv-* bazel-* .pytest_cache .ruff_cache
+	rm -rf out dist .venv .venv-* .pytest_cache .ruff_cache

@@ -12,6 +12,9 @@ import re
 import subprocess
 import sys
 
+if "device_count" not in os.environ.get("XLA_FLAGS", ""):  # a test file that is run as a plain program
+    import conftest  # noqa: F401  sets the environment, before jax comes
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -171,10 +174,16 @@ class Child:
     timed_out: bool = False
 
 
+def _child_path() -> str:
+    """Children import these tools, and whatever jax_overlap this process uses."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    return os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+
+
 def run_child(*argv: str, env: dict[str, str | None] | None = None, limit: float = 60):
     """Runs `python *argv` with this environment changed by `env`, for `limit` seconds."""
 
-    full = dict(os.environ, PYTHONFAULTHANDLER="1")
+    full = dict(os.environ, PYTHONFAULTHANDLER="1", PYTHONPATH=_child_path())
     for key, value in (env or {}).items():
         full.pop(key, None)
         if value is not None:

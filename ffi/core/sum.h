@@ -20,6 +20,7 @@ namespace jax_overlap {
 #define JO_DECLARE_TILE_KERNELS(T)                                  \
   void WidenTile(const T* row, size_t n, Acc<T>* acc);              \
   void AddTile(const T* row, size_t n, Acc<T>* acc);                \
+  void AddTile4(const T* a, const T* b, const T* c, const T* d, size_t n, Acc<T>* acc); \
   void NarrowTile(const Acc<T>* acc, size_t n, T* out);
 JO_DECLARE_TILE_KERNELS(float)
 JO_DECLARE_TILE_KERNELS(double)
@@ -30,6 +31,11 @@ JO_DECLARE_TILE_KERNELS(int8_t)
 #undef JO_DECLARE_TILE_KERNELS
 
 constexpr size_t kSumTile = 1024;  // elements; the accumulators stay in the L1 cache
+
+// memcpy past the caches, for outputs that do not fit into them: it saves reading
+// the lines that are overwritten. StreamFence() orders it before a later release.
+void StreamCopy(const void* from, size_t bytes, void* to);
+void StreamFence();
 #endif
 
 // Adds `x` to `acc` as the accumulator does (or, as a mutant, in the type of the data).
@@ -49,6 +55,25 @@ JO_HD void StoreSum(A sum, A* out) {
   *out = sum;
 }
 
+#if !defined(__CUDACC__)
+// The sum of elements [begin, begin + n) of the rows, several rows in one pass.
+template <class T, class Row>
+inline void SumTile(int rows, Row row, size_t begin, size_t n, Acc<T>* acc) {
+  WidenTile(row(0) + begin, n, acc);
+  if (JO_MUTANT("half_accumulate")) {
+    for (int r = 1; r < rows; ++r) {
+      for (size_t i = 0; i < n; ++i) acc[i] = Accumulate<T>(acc[i], row(r)[begin + i]);
+    }
+    return;
+  }
+  int r = 1;
+  for (; r + 4 <= rows; r += 4) {
+    AddTile4(row(r) + begin, row(r + 1) + begin, row(r + 2) + begin, row(r + 3) + begin, n, acc);
+  }
+  for (; r < rows; ++r) AddTile(row(r) + begin, n, acc);
+}
+#endif
+
 template <class T, class Out, class Threads, class Row>
 JO_HD void SumRows(const Threads& threads, int rows, Row row, size_t n, Out* out) {
   if (JO_MUTANT("skip_peer") && rows > 1) --rows;
@@ -59,23 +84,17 @@ JO_HD void SumRows(const Threads& threads, int rows, Row row, size_t n, Out* out
     StoreSum<T>(sum, out + i);
   }
 #else
-  static_assert(std::is_same<Out, T>::value || std::is_same<Out, Acc<T>>::value,
+  constexpr bool kInPlace = std::is_same<Out, Acc<T>>::value;
+  static_assert(kInPlace || std::is_same<Out, T>::value,
                 "a sum is stored as the data or as its accumulator");
-  Acc<T> tile[kSumTile];
+  Acc<T> accumulators[kInPlace ? 1 : kSumTile];
   for (size_t begin = threads.index() * kSumTile; begin < n; begin += threads.count() * kSumTile) {
     const size_t m = Min(kSumTile, n - begin);
-    WidenTile(row(0) + begin, m, tile);
-    for (int r = 1; r < rows; ++r) {
-      if (JO_MUTANT("half_accumulate")) {
-        for (size_t i = 0; i < m; ++i) tile[i] = Accumulate<T>(tile[i], row(r)[begin + i]);
-      } else {
-        AddTile(row(r) + begin, m, tile);
-      }
-    }
-    if constexpr (std::is_same<Out, T>::value) {
-      NarrowTile(tile, m, out + begin);
+    if constexpr (kInPlace) {
+      SumTile<T>(rows, row, begin, m, out + begin);
     } else {
-      memcpy(out + begin, tile, m * sizeof(Out));
+      SumTile<T>(rows, row, begin, m, accumulators);
+      NarrowTile(accumulators, m, out + begin);
     }
   }
 #endif

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/completer.h"
 #include "core/fibers.h"
 #include "core/host_link.h"
 #include "core/ledger.h"
@@ -202,19 +203,6 @@ ffi::Future Failed(const std::string& text) {
   return future;
 }
 
-// Completes all ranks of a call. The others through the pool: what XLA runs next
-// on the completing thread may block it for the ranks that come after.
-void Complete(const HostCall& call, int self, const std::string& error, ffi::ThreadPool& pool) {
-  const auto complete = [error](const Completion& completion) {
-    completion(error.empty() ? nullptr : &error);
-  };
-  for (int rank = 0; rank < call.ranks; ++rank) {
-    if (rank == self) continue;
-    pool.Schedule([complete, completion = call.completions[rank]] { complete(completion); });
-  }
-  complete(call.completions[self]);
-}
-
 ffi::Future Execute(PsumSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::Dictionary,
                     ffi::Buffer<ffi::U32> device, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   static const pid_t first_process = getpid();
@@ -255,10 +243,14 @@ ffi::Future Execute(PsumSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::D
       run.run_id, group, rank, std::move(operands), std::move(completion));
   if (arrived != nullptr) {
     auto call = std::make_shared<PsumCall>(*site, *site->teams[group], dtype, std::move(arrived));
-    const std::string error = PsumCall::Run(
-        call, [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
+    const Schedule schedule = [&pool](std::function<void()> task) {
+      pool.Schedule(std::move(task));
+    };
+    const std::string error = PsumCall::Run(call, schedule);
     if (!error.empty()) Ledger::Get().Record(error);
-    Complete(call->call(), rank, error, pool);
+    std::vector<Completion>& completions = call->call().completions;
+    std::swap(completions[rank], completions.back());  // this rank's own comes last
+    Completer::CompleteAll(std::move(completions), error, schedule);
   }
   return future;
 }

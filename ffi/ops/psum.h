@@ -148,7 +148,8 @@ struct OneShot {
 //   rank a: in[slice b] -> slot a of b, flag        b: waits for all flags, adds
 //   rank b: sum[slice b] -> gathered[slice b] of a, flag      a: waits, copies out
 //
-// Direct, a rank reads its slice of all inputs and writes it to all outputs.
+// Direct, a rank reads its slice of all inputs and writes it to all outputs; where
+// nothing happens in between (AllReduce), piece by piece, out of the cache.
 template <class T>
 struct GroupSteps {
   T* scattered;       // [2][source][slice]
@@ -157,6 +158,9 @@ struct GroupSteps {
   Word* gather_flags;   // [source]
   size_t slice_capacity;
   size_t chunk_capacity;
+
+  // Outputs, of all ranks together, of this size do not stay in the caches anyway.
+  static constexpr size_t kStreamFromBytes = 8 << 20;
 
   static JO_HD GroupSteps Carve(Carver& carver, int count, size_t capacity, bool direct) {
     const size_t slice = MaxSlice(capacity, count, kSliceAlign<T>);
@@ -169,6 +173,32 @@ struct GroupSteps {
     steps.slice_capacity = slice;
     steps.chunk_capacity = capacity;
     return steps;
+  }
+
+  template <class Threads, class Link>
+  JO_HD void AllReduce(const Threads& threads, Link& link, int first, int count, uint64_t sequence,
+                       const T* in, size_t n, T* out) const {
+    const Slice own = SliceOf(n, count, link.rank() - first, kSliceAlign<T>);
+    if constexpr (Link::kDirect) {
+      constexpr size_t kPiece = 8192 / sizeof(T);
+      const bool stream = n * sizeof(T) * count >= kStreamFromBytes;
+      for (size_t begin = own.begin; begin < own.end; begin += kPiece) {
+        const size_t m = Min(kPiece, own.end - begin);
+        SumRows<T>(
+            threads, count, [&](int source) { return link.Input(in, first + source) + begin; }, m,
+            out + begin);
+        for (int k = 1; k < count; ++k) {
+          const int peer = first + Rotated(link.rank() - first, k, count);
+          T* const target = link.Output(out, peer) + begin;
+          stream ? StreamCopy(out + begin, m * sizeof(T), target)
+                 : Copy(threads, out + begin, m, target);
+        }
+      }
+      if (stream) StreamFence();
+    } else {
+      ReduceScatter(threads, link, first, count, sequence, in, n, out + own.begin);
+      AllGather(threads, link, first, count, sequence, n, out);
+    }
   }
 
   // Leaves in `sum` (as T or as its accumulator) the own slice of the group's sum.
@@ -248,9 +278,7 @@ struct TwoShot {
   template <class Threads, class Link>
   static JO_HD void Run(const Threads& threads, Link& link, const Memory& memory, TeamShape team,
                         uint64_t sequence, const T* in, size_t n, T* out) {
-    T* const own = out + SliceOf(n, team.size, team.rank, kSliceAlign<T>).begin;
-    memory.ReduceScatter(threads, link, 0, team.size, sequence, in, n, own);
-    memory.AllGather(threads, link, 0, team.size, sequence, n, out);
+    memory.AllReduce(threads, link, 0, team.size, sequence, in, n, out);
   }
 };
 

@@ -1,0 +1,141 @@
+"""What holds for every test under pytest.
+
+Sets the environment before jax is imported, ends a test that hangs, refuses skips
+whose reason is not listed, and fails a whole run in which tests silently did not run.
+"""
+
+import faulthandler
+import os
+import pathlib
+import sys
+
+import pytest
+
+# The fewest tests that a run of the whole suite executes on a machine without a GPU.
+# Raise it with the tests you add; lower it only with the tests you delete.
+EXPECTED_COUNT = 1
+
+# A test that takes longer is ended, and every thread's stack printed; so is an import
+# or an exit. A test class that needs more sets TIME_LIMIT_S.
+TIME_LIMIT_S = 180
+
+# Why a test may be skipped; the reason begins with one of these.
+SKIP_REASONS = (
+    "needs a GPU",
+    "needs 2 GPUs",
+    "needs nvcc",
+    "needs a newer jax",
+)
+
+_DEVICES = 8
+_XLA_FLAGS = (
+    f"--xla_force_host_platform_device_count={_DEVICES}",
+    # A collective that waits for a rank that never comes ends the process; in 20 s
+    # here, in 40 by default, and it says so after 5.
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=5",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=20",
+)
+
+if "jax" in sys.modules:
+    raise pytest.UsageError("jax was imported before tests/conftest.py set it up")
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS])
+# XLA sizes its thread pool by this. With fewer threads than ranks it starves.
+os.environ["NPROC"] = str(2 * _DEVICES)
+
+_ROOT = pathlib.Path(__file__).parent.parent
+_executed: set[str] = set()
+_module_skips: list[str] = []
+_stderr = pytest.StashKey[int]()
+
+
+def pytest_configure(config):
+    """Starts the clock; pytest captures nothing yet, so stderr is the real one."""
+    config.stash[_stderr] = os.dup(2)
+    _end_after(TIME_LIMIT_S, config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Gives `item` its time limit, and the limit for an exit to what follows it."""
+    cls = getattr(item, "cls", None)
+    _end_after(getattr(cls, "TIME_LIMIT_S", TIME_LIMIT_S), item.config)
+    try:
+        return (yield)
+    finally:
+        _end_after(TIME_LIMIT_S, item.config)
+
+
+def _end_after(seconds, config):
+    faulthandler.dump_traceback_later(seconds, exit=True, file=config.stash[_stderr])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item, call):
+    """Counts what runs; turns a skip for an unlisted reason into a failure."""
+    report = yield
+    if report.when == "call" and not report.skipped:
+        _executed.add(item.nodeid)
+    if report.skipped and (reason := _unlisted_reason(report)):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{item.nodeid} is skipped for a reason that tests/conftest.py does not "
+            f"list: {reason!r}. Make it run, or add the reason to SKIP_REASONS."
+        )
+    return report
+
+
+def pytest_collectreport(report):
+    """Notes a module that skips itself for an unlisted reason."""
+    if report.skipped and (reason := _unlisted_reason(report)):
+        _module_skips.append(f"{report.nodeid}: {reason!r}")
+
+
+def pytest_sessionfinish(session):
+    """Fails a run that left out tests."""
+    if session.exitstatus == pytest.ExitCode.OK and _missing(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Says which tests were left out, and when the count is to be raised."""
+    for line in _missing(config):
+        terminalreporter.write_line(f"ERROR: {line}", red=True)
+    if _is_whole_suite(config) and len(_executed) > EXPECTED_COUNT:
+        terminalreporter.write_line(
+            f"{len(_executed)} tests ran; EXPECTED_COUNT in tests/conftest.py says "
+            f"{EXPECTED_COUNT}: raise it."
+        )
+
+
+def _missing(config) -> list[str]:
+    missing = [f"skipped for an unlisted reason: {skip}" for skip in _module_skips]
+    if _is_whole_suite(config) and len(_executed) < EXPECTED_COUNT:
+        missing.append(
+            f"{len(_executed)} tests ran, {EXPECTED_COUNT} were expected "
+            "(EXPECTED_COUNT in tests/conftest.py)"
+        )
+    return missing
+
+
+def _unlisted_reason(report) -> str | None:
+    if hasattr(report, "wasxfail"):
+        return "expected failure"
+    _file, _line, text = report.longrepr
+    reason = text.removeprefix("Skipped: ")
+    return None if reason.startswith(SKIP_REASONS) else reason
+
+
+def _is_whole_suite(config) -> bool:
+    chosen = {pathlib.Path(config.invocation_params.dir, arg) for arg in config.args}
+    option = config.option
+    narrowed = (
+        option.keyword
+        or option.markexpr
+        or option.deselect
+        or option.ignore
+        or option.ignore_glob
+        or option.collectonly
+        or getattr(option, "lf", False)
+    )
+    return not narrowed and bool(chosen & {_ROOT, _ROOT / "tests"})
