@@ -175,7 +175,7 @@ bazel: out/bazel/venv/.installed
 	  bazel=$$(ls out/bazel/node_modules/@bazel/*/bazel-*); \
 	fi; \
 	PYTHON=$(BAZEL_PY) "$$bazel" --batch --output_user_root=$(CURDIR)/out/bazel/root \
-	  test --symlink_prefix=out/bazel/ --noshow_progress //ffi:all //:all $(ARGS)
+	  test --symlink_prefix=out/bazel/ --noshow_progress --test_output=errors //ffi:all //:all $(ARGS)
 
 clean:
 	rm -rf out dist .venv .venv-* .pytest_cache .ruff_cache

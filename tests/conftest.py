@@ -1,14 +1,14 @@
 """What holds for every test under pytest.
 
-Sets the environment before jax is imported, ends a test that hangs, refuses skips
-whose reason is not listed, and fails a whole run in which tests silently did not run.
+Ends a test that hangs, refuses skips whose reason is not listed, and fails a whole run
+in which tests silently did not run.
 """
 
 import faulthandler
 import os
 import pathlib
-import sys
 
+import cpu_devices  # noqa: F401
 import pytest
 
 # The fewest tests that a run of the whole suite executes on a machine without a GPU.
@@ -26,22 +26,6 @@ SKIP_REASONS = (
     "needs nvcc",
     "needs a newer jax",
 )
-
-_DEVICES = 8
-_XLA_FLAGS = (
-    f"--xla_force_host_platform_device_count={_DEVICES}",
-    # A collective that waits for a rank that never comes ends the process; in 20 s
-    # here, in 40 by default, and it says so after 5.
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=5",
-    "--xla_cpu_collective_call_terminate_timeout_seconds=20",
-)
-
-if "jax" in sys.modules:
-    raise pytest.UsageError("jax was imported before tests/conftest.py set it up")
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS])
-# XLA sizes its thread pool by this. With fewer threads than ranks it starves.
-os.environ["NPROC"] = str(2 * _DEVICES)
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _executed: set[str] = set()

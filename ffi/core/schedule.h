@@ -22,7 +22,7 @@ struct Slice {
 // The part of `n` elements that belongs to `index` of `parts`. Parts start at
 // multiples of `align` elements, so only the last that is not empty is ragged.
 JO_HD Slice SliceOf(size_t n, int parts, int index, size_t align) {
-  if (JO_MUTANT("swap_slices") && parts > 1) index = parts - 1 - index;
+  if (JO_MUTANT("wrong_slice") && parts > 1 && index == 0) index = 1;
   const size_t step = RoundUp(CeilDiv(n, static_cast<size_t>(parts)), align);
   return {Min(n, step * static_cast<size_t>(index)), Min(n, step * (static_cast<size_t>(index) + 1))};
 }

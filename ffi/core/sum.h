@@ -15,6 +15,11 @@
 
 namespace jax_overlap {
 
+// On the host: memcpy past the caches, for outputs that do not fit into them: it saves reading
+// the lines that are overwritten. StreamFence() orders it before a later release.
+void StreamCopy(const void* from, size_t bytes, void* to);
+void StreamFence();
+
 #if !defined(__CUDACC__)
 // Vectorised loops over one tile, compiled in sum.cc for several instruction sets.
 #define JO_DECLARE_TILE_KERNELS(T)                                  \
@@ -31,11 +36,6 @@ JO_DECLARE_TILE_KERNELS(int8_t)
 #undef JO_DECLARE_TILE_KERNELS
 
 constexpr size_t kSumTile = 1024;  // elements; the accumulators stay in the L1 cache
-
-// memcpy past the caches, for outputs that do not fit into them: it saves reading
-// the lines that are overwritten. StreamFence() orders it before a later release.
-void StreamCopy(const void* from, size_t bytes, void* to);
-void StreamFence();
 #endif
 
 // Adds `x` to `acc` as the accumulator does (or, as a mutant, in the type of the data).

@@ -51,22 +51,23 @@ struct alignas(64) Word {
   uint64_t value;
 };
 
-// Hands out consecutive, aligned pieces of a channel. With a null base it counts.
+// Hands out consecutive pieces of a channel, which starts at a cache line. With a
+// null base it counts.
 class Carver {
  public:
-  explicit JO_HD Carver(char* base) : next_(reinterpret_cast<uintptr_t>(base)), base_(next_) {}
+  explicit JO_HD Carver(char* base) : base_(reinterpret_cast<uintptr_t>(base)) {}
 
   template <class T>
   JO_HD T* Take(size_t count) {
-    const uintptr_t piece = next_;
-    next_ = RoundUp(piece + count * sizeof(T), alignof(Word));
+    const uintptr_t piece = base_ + bytes_;
+    bytes_ = RoundUp(bytes_ + count * sizeof(T), alignof(Word));
     return reinterpret_cast<T*>(piece);
   }
-  JO_HD size_t bytes() const { return next_ - base_; }
+  JO_HD size_t bytes() const { return bytes_; }
 
  private:
-  uintptr_t next_;
   const uintptr_t base_;
+  size_t bytes_ = 0;  // taken so far: the same on all ranks, wherever their heaps are
 };
 
 // The slot, of two used in turn, of a sequence number.
@@ -85,11 +86,16 @@ JO_HD void Copy(const Threads& threads, const T* from, size_t n, T* to) {
 #endif
 }
 
-// Thread 0 tells `peer` that this rank's stores before now are complete.
-template <class Threads, class Link>
-JO_HD void SignalPeer(const Threads& threads, Link& link, Word* flag, int peer, uint64_t sequence) {
+// Stores `n` elements at `slot` of the peer's heap, and then says so: the signal
+// releases what all threads of this rank have stored before the sync.
+template <class T, class Threads, class Link>
+JO_HD void SendSlice(const Threads& threads, Link& link, const T* from, size_t n, T* slot,
+                     Word* flag, int peer, uint64_t sequence) {
+  const bool too_early = JO_MUTANT("flag_before_data");
+  if (too_early && threads.index() == 0) link.Signal(&flag->value, peer, sequence);
+  Copy(threads, from, n, link.At(slot, peer));
   threads.sync();
-  if (threads.index() == 0) link.Signal(&flag->value, peer, sequence);
+  if (!too_early && threads.index() == 0) link.Signal(&flag->value, peer, sequence);
 }
 
 // ------------------------------------------------------------------ one_shot
@@ -216,9 +222,8 @@ struct GroupSteps {
       for (int k = 1; k < count; ++k) {
         const int peer = Rotated(place, k, count);
         const Slice theirs = SliceOf(n, count, peer, kSliceAlign<T>);
-        T* const slot = link.At(slots + place * slice_capacity, first + peer);
-        Copy(threads, in + theirs.begin, theirs.size(), slot);
-        SignalPeer(threads, link, scatter_flags + place, first + peer, sequence);
+        SendSlice(threads, link, in + theirs.begin, theirs.size(), slots + place * slice_capacity,
+                  scatter_flags + place, first + peer, sequence);
       }
       if (threads.index() == 0) {
         for (int k = 1; k < count; ++k) {
@@ -249,8 +254,8 @@ struct GroupSteps {
       if constexpr (Link::kDirect) {
         Copy(threads, out + own.begin, own.size(), link.Output(out, peer) + own.begin);
       } else {
-        Copy(threads, out + own.begin, own.size(), link.At(buffer, peer) + own.begin);
-        SignalPeer(threads, link, gather_flags + place, peer, sequence);
+        SendSlice(threads, link, out + own.begin, own.size(), buffer + own.begin,
+                  gather_flags + place, peer, sequence);
       }
     }
     if constexpr (!Link::kDirect) {

@@ -1,0 +1,24 @@
+"""Eight CPU devices for the tests. To be imported before jax.
+
+Under pytest conftest.py does it; a test file that runs by itself does it through
+contract_tools.py.
+"""
+
+import os
+import sys
+
+_DEVICES = 8
+_XLA_FLAGS = (
+    f"--xla_force_host_platform_device_count={_DEVICES}",
+    # A collective that waits for a rank that never comes ends the process; after 20 s
+    # here, 40 by default, and it says so after 5.
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=5",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=20",
+)
+
+if "jax" in sys.modules:
+    raise RuntimeError("jax was imported before tests/cpu_devices.py set it up")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # "cuda": the same tests on GPUs
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS])
+# XLA sizes its thread pool by this. With fewer threads than ranks it starves.
+os.environ["NPROC"] = str(2 * _DEVICES)
