@@ -4,7 +4,7 @@
 #   make demo                         train the example, plots in out/demo
 #   make test                         the Python tests on the newest jax
 #   make test JAX=0.10.2              on that jax, in a virtual environment of its own
-#   make test ARGS='-k psum -x'       arguments for pytest
+#   make test TESTS=tests/psum_test.py ARGS=-x      some tests, arguments for pytest
 #   make cpp-test [SANITIZE=thread|address]
 #   make cuda                         compile the CUDA sources (needs nvcc, no GPU)
 #   make bazel                        build and test with Bazel
@@ -17,6 +17,7 @@ SHELL := bash
 
 JAX ?=
 SANITIZE ?=
+TESTS ?= tests
 ARGS ?=
 # Warnings stop the developer's builds and CI, not a user with a newer compiler.
 WERROR ?= $(if $(CI),ON,OFF)
@@ -41,7 +42,7 @@ demo: $(VENV)/.installed
 	$(PY) -P examples/train_transformer.py --out out/demo $(ARGS)
 
 test: $(VENV)/.installed
-	$(PY) -P -m pytest tests $(ARGS)
+	$(PY) -P -m pytest $(TESTS) $(ARGS)
 
 venv: $(VENV)/.installed
 

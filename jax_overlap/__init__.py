@@ -5,11 +5,11 @@ same values, same gradients, same sharding types. `jax_overlap.explain(fn, *args
 says what each op will do and why; `jax_overlap.info()` what is loaded.
 """
 
+from jax_overlap._info import info as info
 from jax_overlap.errors import OverlapError as OverlapError
 from jax_overlap.errors import clear_errors as clear_errors
 from jax_overlap.errors import last_errors as last_errors
 from jax_overlap.explain import explain as explain
-from jax_overlap.info import info as info
 from jax_overlap.ops.psum import psum as psum
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
 """Eight CPU devices for the tests. To be imported before jax.
 
 Under pytest conftest.py does it; a test file that runs by itself does it through
-contract_tools.py.
+contract_tools.py; child processes inherit it.
 """
 
 import os
@@ -16,9 +16,12 @@ _XLA_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=20",
 )
 
-if "jax" in sys.modules:
-    raise RuntimeError("jax was imported before tests/cpu_devices.py set it up")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # "cuda": the same tests on GPUs
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS])
-# XLA sizes its thread pool by this. With fewer threads than ranks it starves.
-os.environ["NPROC"] = str(2 * _DEVICES)
+_given = os.environ.get("XLA_FLAGS", "").split()
+if not set(_XLA_FLAGS) <= set(_given):
+    if "jax" in sys.modules:
+        raise RuntimeError("jax was imported before tests/cpu_devices.py set it up")
+    os.environ["XLA_FLAGS"] = " ".join([*_given, *_XLA_FLAGS])
+    # "cuda" runs the same tests on GPUs.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # XLA sizes its thread pool by this. With fewer threads than ranks it starves.
+    os.environ["NPROC"] = str(2 * _DEVICES)

@@ -46,8 +46,8 @@ JO_HD BFloat16 ToBFloat16(float x) {
 }
 
 #if defined(__CUDACC__)
-JO_HD float ToFloat(Float16 x) { return __half2float(BitCast<__half>(x)); }
-JO_HD Float16 ToFloat16(float x) { return BitCast<Float16>(__float2half_rn(x)); }
+JO_HD float ToFloat(Float16 x) { return __half2float(__half(__half_raw{x.bits})); }
+JO_HD Float16 ToFloat16(float x) { return Float16{__half_raw(__float2half_rn(x)).x}; }
 #else
 JO_HD float ToFloat(Float16 x) { return static_cast<float>(BitCast<_Float16>(x)); }
 JO_HD Float16 ToFloat16(float x) { return BitCast<Float16>(static_cast<_Float16>(x)); }

@@ -23,10 +23,10 @@ inline const char* ActiveMutant() {
 
 }  // namespace jax_overlap
 
-#define JO_MUTANT(name)                                                             \
-  ([]() -> bool {                                                                   \
+#define JO_MUTANT(name)                                                               \
+  ([]() -> bool {                                                                     \
     static const bool active = std::strcmp(::jax_overlap::ActiveMutant(), name) == 0; \
-    return active;                                                                  \
+    return active;                                                                    \
   }())
 
 #else

@@ -41,7 +41,8 @@ class P2pLink {
 
   __device__ void StoreCell(Cell* mine, int peer, uint64_t data, uint32_t epoch) const {
     asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(At(mine, peer)),
-                 "r"(static_cast<uint32_t>(data)), "r"(epoch), "r"(static_cast<uint32_t>(data >> 32))
+                 "r"(static_cast<uint32_t>(data)), "r"(epoch),
+                 "r"(static_cast<uint32_t>(data >> 32))
                  : "memory");
   }
   __device__ uint64_t LoadCell(const Cell* mine, uint32_t epoch, Where where) {
@@ -56,7 +57,8 @@ class P2pLink {
   }
 
   __device__ void Signal(uint64_t* mine, int peer, uint64_t value) const {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(At(mine, peer)), "l"(value) : "memory");
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(At(mine, peer)), "l"(value)
+                 : "memory");
   }
   __device__ void Wait(const uint64_t* mine, uint64_t value, Where where) {
     uint64_t seen;

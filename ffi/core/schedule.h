@@ -24,7 +24,8 @@ struct Slice {
 JO_HD Slice SliceOf(size_t n, int parts, int index, size_t align) {
   if (JO_MUTANT("wrong_slice") && parts > 1 && index == 0) index = 1;
   const size_t step = RoundUp(CeilDiv(n, static_cast<size_t>(parts)), align);
-  return {Min(n, step * static_cast<size_t>(index)), Min(n, step * (static_cast<size_t>(index) + 1))};
+  return {Min(n, step * static_cast<size_t>(index)),
+          Min(n, step * (static_cast<size_t>(index) + 1))};
 }
 
 // The largest slice that SliceOf gives.

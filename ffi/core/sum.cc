@@ -18,25 +18,24 @@
 
 namespace jax_overlap {
 
-#define JO_DEFINE_TILE_KERNELS(T)                                                          \
-  JO_VECTORISED void WidenTile(const T* __restrict row, size_t n, Acc<T>* __restrict acc) { \
-    for (size_t i = 0; i < n; ++i) acc[i] = Numeric<T>::Widen(row[i]);                     \
-  }                                                                                        \
-  JO_VECTORISED void AddTile(const T* __restrict row, size_t n, Acc<T>* __restrict acc) {   \
-    for (size_t i = 0; i < n; ++i) acc[i] = Add(acc[i], Numeric<T>::Widen(row[i]));        \
-  }                                                                                        \
-  JO_VECTORISED void AddTile4(const T* __restrict a, const T* __restrict b,                 \
-                              const T* __restrict c, const T* __restrict d, size_t n,      \
-                              Acc<T>* __restrict acc) {                                    \
-    for (size_t i = 0; i < n; ++i) {                                                       \
-      Acc<T> sum = Add(acc[i], Numeric<T>::Widen(a[i]));                                   \
-      sum = Add(sum, Numeric<T>::Widen(b[i]));                                             \
-      sum = Add(sum, Numeric<T>::Widen(c[i]));                                             \
-      acc[i] = Add(sum, Numeric<T>::Widen(d[i]));                                          \
-    }                                                                                      \
-  }                                                                                        \
-  JO_VECTORISED void NarrowTile(const Acc<T>* __restrict acc, size_t n, T* __restrict out) { \
-    for (size_t i = 0; i < n; ++i) out[i] = Numeric<T>::Narrow(acc[i]);                    \
+#define JO_DEFINE_TILE_KERNELS(T)                                                                  \
+  JO_VECTORISED void WidenTile(const T* __restrict row, size_t n, Acc<T>* __restrict acc) {        \
+    for (size_t i = 0; i < n; ++i) acc[i] = Numeric<T>::Widen(row[i]);                             \
+  }                                                                                                \
+  JO_VECTORISED void AddTile(const T* __restrict row, size_t n, Acc<T>* __restrict acc) {          \
+    for (size_t i = 0; i < n; ++i) acc[i] = Add(acc[i], Numeric<T>::Widen(row[i]));                \
+  }                                                                                                \
+  JO_VECTORISED void AddTile4(const T* __restrict a, const T* __restrict b, const T* __restrict c, \
+                              const T* __restrict d, size_t n, Acc<T>* __restrict acc) {           \
+    for (size_t i = 0; i < n; ++i) {                                                               \
+      Acc<T> sum = Add(acc[i], Numeric<T>::Widen(a[i]));                                           \
+      sum = Add(sum, Numeric<T>::Widen(b[i]));                                                     \
+      sum = Add(sum, Numeric<T>::Widen(c[i]));                                                     \
+      acc[i] = Add(sum, Numeric<T>::Widen(d[i]));                                                  \
+    }                                                                                              \
+  }                                                                                                \
+  JO_VECTORISED void NarrowTile(const Acc<T>* __restrict acc, size_t n, T* __restrict out) {       \
+    for (size_t i = 0; i < n; ++i) out[i] = Numeric<T>::Narrow(acc[i]);                            \
   }
 
 JO_DEFINE_TILE_KERNELS(float)

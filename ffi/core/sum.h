@@ -22,9 +22,9 @@ void StreamFence();
 
 #if !defined(__CUDACC__)
 // Vectorised loops over one tile, compiled in sum.cc for several instruction sets.
-#define JO_DECLARE_TILE_KERNELS(T)                                  \
-  void WidenTile(const T* row, size_t n, Acc<T>* acc);              \
-  void AddTile(const T* row, size_t n, Acc<T>* acc);                \
+#define JO_DECLARE_TILE_KERNELS(T)                                                      \
+  void WidenTile(const T* row, size_t n, Acc<T>* acc);                                  \
+  void AddTile(const T* row, size_t n, Acc<T>* acc);                                    \
   void AddTile4(const T* a, const T* b, const T* c, const T* d, size_t n, Acc<T>* acc); \
   void NarrowTile(const Acc<T>* acc, size_t n, T* out);
 JO_DECLARE_TILE_KERNELS(float)

@@ -46,7 +46,8 @@ std::unique_ptr<Channel> HostTeam::Take(const Channel::Key& key, size_t bytes, s
   }
   const size_t rounded = RoundUp(bytes, kAlign);
   if (base_ == nullptr || rounded > heap_bytes_ - used_) {
-    *error = "the symmetric heap is full: " + std::to_string(bytes) + " bytes a rank were asked for, " +
+    *error = "the symmetric heap is full: " + std::to_string(bytes) +
+             " bytes a rank were asked for, " +
              std::to_string(base_ == nullptr ? 0 : heap_bytes_ - used_) + " of " +
              std::to_string(heap_bytes_) + " are free. Set JAX_OVERLAP_HEAP_BYTES to more";
     return nullptr;

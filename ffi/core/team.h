@@ -25,8 +25,8 @@ struct Channel {
   using Key = std::tuple<int, int, size_t>;
 
   Key key;
-  size_t bytes = 0;            // of each rank
-  std::vector<char*> heaps;    // where it starts, a rank
+  size_t bytes = 0;          // of each rank
+  std::vector<char*> heaps;  // where it starts, a rank
 };
 
 class HostTeam {

@@ -35,8 +35,8 @@ struct PsumSite {
   Algorithm algorithm;
   int ranks;
   int node_size;
-  std::vector<int32_t> groups;             // logical device ids, group by group
-  std::vector<int32_t> position;           // of a device in `groups`; -1: in none
+  std::vector<int32_t> groups;                   // logical device ids, group by group
+  std::vector<int32_t> position;                 // of a device in `groups`; -1: in none
   std::vector<std::shared_ptr<HostTeam>> teams;  // a group
   std::shared_ptr<Rendezvous> rendezvous;
 };
@@ -63,8 +63,8 @@ ffi::ErrorOr<std::unique_ptr<PsumSite>> Instantiate(int64_t abi, std::string_vie
     site->position[device] = static_cast<int32_t>(i);
   }
   for (size_t i = 0; i < site->groups.size(); i += site->ranks) {
-    site->teams.push_back(HostTeam::Of({site->groups.begin() + i, site->groups.begin() + i + site->ranks},
-                                       site->node_size));
+    site->teams.push_back(HostTeam::Of(
+        {site->groups.begin() + i, site->groups.begin() + i + site->ranks}, site->node_size));
   }
   site->rendezvous = Rendezvous::Make("jax_overlap.psum over " + std::string(axes), site->ranks);
   return site;
@@ -104,7 +104,8 @@ void WithAlgorithm(Algorithm algorithm, F f) {
 // One call, alive until the last thread that works on it has let go.
 class PsumCall {
  public:
-  PsumCall(const PsumSite& site, HostTeam& team, ffi::DataType dtype, std::unique_ptr<HostCall> call)
+  PsumCall(const PsumSite& site, HostTeam& team, ffi::DataType dtype,
+           std::unique_ptr<HostCall> call)
       : site_(site), team_(team), dtype_(dtype), call_(std::move(call)), statuses_(site.ranks) {}
 
   // Runs all ranks; returns what went wrong, or nothing.
@@ -135,7 +136,8 @@ class PsumCall {
       WithAlgorithm<T>(site_.algorithm, [&](auto algorithm, size_t capacity) {
         const Channel::Key key{static_cast<int>(site_.algorithm), static_cast<int>(dtype_),
                                capacity};
-        channel_ = team_.Take(key, PsumChannelBytes<decltype(algorithm)>(Shape(0), capacity), &error);
+        channel_ =
+            team_.Take(key, PsumChannelBytes<decltype(algorithm)>(Shape(0), capacity), &error);
       });
     });
     return error.empty() ? error : site_.rendezvous->what() + ": " + error;
@@ -193,7 +195,9 @@ class PsumCall {
       HostLink<true>::Clock::now() + Rendezvous::WaitTimeout();
 };
 
-ffi::Error MakeError(const std::string& text) { return ffi::Error(ffi::ErrorCode::kInternal, text); }
+ffi::Error MakeError(const std::string& text) {
+  return ffi::Error(ffi::ErrorCode::kInternal, text);
+}
 
 ffi::Future Failed(const std::string& text) {
   Ledger::Get().Record(text);
@@ -204,11 +208,13 @@ ffi::Future Failed(const std::string& text) {
 }
 
 ffi::Future Execute(PsumSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::Dictionary,
-                    ffi::Buffer<ffi::U32> device, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+                    ffi::Buffer<ffi::U32> device, ffi::RemainingArgs args,
+                    ffi::RemainingRets rets) {
   static const pid_t first_process = getpid();
   if (getpid() != first_process) {
-    return Failed("jax_overlap.psum: called in a forked process, where JAX's threads are missing. "
-                  "Start processes with the 'spawn' method");
+    return Failed(
+        "jax_overlap.psum: called in a forked process, where JAX's threads are missing. "
+        "Start processes with the 'spawn' method");
   }
   const uint32_t id = device.typed_data()[0];
   if (id >= site->position.size() || site->position[id] < 0) {
@@ -239,8 +245,8 @@ ffi::Future Execute(PsumSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::D
       promise.SetError(MakeError(*error));
     }
   };
-  std::unique_ptr<HostCall> arrived = site->rendezvous->Arrive(
-      run.run_id, group, rank, std::move(operands), std::move(completion));
+  std::unique_ptr<HostCall> arrived =
+      site->rendezvous->Arrive(run.run_id, group, rank, std::move(operands), std::move(completion));
   if (arrived != nullptr) {
     auto call = std::make_shared<PsumCall>(*site, *site->teams[group], dtype, std::move(arrived));
     const Schedule schedule = [&pool](std::function<void()> task) {
@@ -269,18 +275,21 @@ XLA_FFI_DEFINE_HANDLER(kPsumExecute, Execute,
                            .Ctx<ffi::State<PsumSite>>()
                            .Ctx<ffi::RunId>()
                            .Ctx<ffi::ThreadPool>()
-                           .Attrs()                        // read at instantiation
-                           .Arg<ffi::Buffer<ffi::U32>>()   // logical id of this device
-                           .RemainingArgs()                // the leaves, of one dtype
-                           .RemainingRets());              // their sums
+                           .Attrs()                       // read at instantiation
+                           .Arg<ffi::Buffer<ffi::U32>>()  // logical id of this device
+                           .RemainingArgs()               // the leaves, of one dtype
+                           .RemainingRets());             // their sums
 
 ffi::TypeInfo kPsumSiteInfo = ffi::MakeTypeInfo<PsumSite>();
 
 }  // namespace
 
 Handler PsumHandler() {
-  return {"jax_overlap.psum", reinterpret_cast<void*>(kPsumInstantiate),
-          reinterpret_cast<void*>(kPsumExecute), "jax_overlap.psum_site", &PsumSite::id,
+  return {"jax_overlap.psum",
+          reinterpret_cast<void*>(kPsumInstantiate),
+          reinterpret_cast<void*>(kPsumExecute),
+          "jax_overlap.psum_site",
+          &PsumSite::id,
           &kPsumSiteInfo};
 }
 

@@ -30,8 +30,8 @@ __global__ void PsumKernel(PsumArguments a) {
   if (link.failed()) *a.status = link.status();
 }
 
-#define JO_INSTANTIATE(T)                                           \
-  template __global__ void PsumKernel<OneShot<T>, T>(PsumArguments); \
+#define JO_INSTANTIATE(T)                                                   \
+  template __global__ void PsumKernel<OneShot<T>, T>(PsumArguments);        \
   template __global__ void PsumKernel<TwoShot<T, false>, T>(PsumArguments); \
   template __global__ void PsumKernel<Nvrar<T, false>, T>(PsumArguments);
 

@@ -158,8 +158,8 @@ struct OneShot {
 // nothing happens in between (AllReduce), piece by piece, out of the cache.
 template <class T>
 struct GroupSteps {
-  T* scattered;       // [2][source][slice]
-  T* gathered;        // [2][chunk]
+  T* scattered;         // [2][source][slice]
+  T* gathered;          // [2][chunk]
   Word* scatter_flags;  // [source]
   Word* gather_flags;   // [source]
   size_t slice_capacity;

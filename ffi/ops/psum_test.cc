@@ -89,7 +89,7 @@ class Guarded {
 struct Case {
   int size;
   int node_size;
-  size_t capacity;  // elements in a chunk
+  size_t capacity;             // elements in a chunk
   std::vector<size_t> counts;  // of one call after the other
   bool fibers = false;
 };
@@ -163,13 +163,13 @@ void CheckAllAlgorithms(const Case& c, unsigned seed) {
   Check<TwoShot<T, false>, false, T>(c, seed);
   Check<Nvrar<T, false>, false, T>(c, seed);
   Check<Nvrar<T, true>, true, T>({c.size, c.node_size, c.capacity, {c.counts[0]}, c.fibers}, seed);
-  Check<TwoShot<T, true>, true, T>({c.size, c.node_size, c.capacity, {c.counts[0]}, c.fibers}, seed);
+  Check<TwoShot<T, true>, true, T>({c.size, c.node_size, c.capacity, {c.counts[0]}, c.fibers},
+                                   seed);
 }
 
 // Ranks and ranks a node: every split of 1 .. 8, odd node counts among them.
-const int kShapes[][2] = {{1, 1}, {2, 1}, {2, 2}, {3, 1}, {3, 3}, {4, 1}, {4, 2},
-                          {4, 4}, {5, 1}, {6, 1}, {6, 2}, {6, 3}, {7, 1}, {8, 1},
-                          {8, 2}, {8, 4}, {8, 8}};
+const int kShapes[][2] = {{1, 1}, {2, 1}, {2, 2}, {3, 1}, {3, 3}, {4, 1}, {4, 2}, {4, 4}, {5, 1},
+                          {6, 1}, {6, 2}, {6, 3}, {7, 1}, {8, 1}, {8, 2}, {8, 4}, {8, 8}};
 
 template <class T>
 int SmallSizes(bool fibers) {

@@ -236,7 +236,9 @@ def _batch(axis_data, xs, dims, *, axes, axis_index_groups, **params):
         for x, d in zip(xs, dims, strict=True)
     ]
     rest = tuple(a for a in axes if a != axis_data.name)
-    outs = _bind(xs, rest, params.pop("invariant"), {"axis_index_groups": None, **params})
+    outs = _bind(
+        xs, rest, params.pop("invariant"), {"axis_index_groups": None, **params}
+    )
     return outs, [None] * len(outs)
 
 

@@ -1,0 +1,69 @@
+"""What is installed, loaded and counted."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+
+import jax
+
+from jax_overlap import _compat, _native, config, errors
+from jax_overlap.plan import lowered
+
+_PACKAGES = ("jax-overlap", "jax", "jaxlib", "flax")
+
+
+def info() -> dict:
+    """Returns versions, devices, handlers, settings and counts, as a dictionary.
+
+    Keys: "versions" {package: version or None}; "devices" {platform: count};
+    "native" {"loaded", "why_missing", "targets", "built_for_ffi", "runtime_ffi",
+    "test_build"}; "settings" {variable: its value in the environment, or the default}; "lowered" [{"op",
+    "implementation", "algorithm", "reason", "count"}], one for each kind of call
+    that was lowered in this process (fallbacks have a reason); "errors", the
+    unacknowledged errors.
+
+    Starts JAX's backend, to list the devices.
+    """
+    return {
+        "versions": _versions(),
+        "devices": _devices(),
+        "native": _native_info(),
+        "settings": {v.name: v.read() for v in config.VARIABLES},
+        "lowered": [
+            dict(op=op, implementation=impl, algorithm=algo, reason=why, count=count)
+            for (op, impl, algo, why), count in sorted(
+                lowered.snapshot().items(), key=str
+            )
+        ],
+        "errors": errors.last_errors(),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+def _devices() -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for device in jax.devices():
+        counts[device.platform] = counts.get(device.platform, 0) + 1
+    return counts
+
+
+def _native_info() -> dict:
+    ffi = _native.ffi
+    return {
+        "loaded": ffi is not None,
+        "why_missing": _native.why_missing,
+        "targets": [] if ffi is None else sorted(ffi.targets()),
+        "built_for_ffi": None if ffi is None else ffi.api_version,
+        "runtime_ffi": _compat.ffi_api_version(),
+        "test_build": ffi is not None and ffi.testing,
+    }

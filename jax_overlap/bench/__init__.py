@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m jax_overlap.bench <op>`, each with its baselines in one run."""

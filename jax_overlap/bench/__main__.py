@@ -1,0 +1,25 @@
+"""`python -m jax_overlap.bench <op> [options]`."""
+
+import argparse
+
+from jax_overlap.bench import harness, psum
+
+OPS = {"psum": psum}
+
+
+def main() -> None:
+    """Runs the benchmark of one op."""
+    parser = argparse.ArgumentParser(prog="python -m jax_overlap.bench")
+    commands = parser.add_subparsers(dest="op", required=True)
+    for name, module in OPS.items():
+        command = commands.add_parser(name, help=module.__doc__)
+        module.add_arguments(command)
+        command.add_argument("--json", metavar="FILE", help="write the results there")
+    args = parser.parse_args()
+    rows = OPS[args.op].run(args)
+    if args.json:
+        harness.write_json(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""How the benchmarks measure: variants in turn, in one process, as ratios."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import jax
+
+import jax_overlap
+
+
+def use_cpu_devices(count: int) -> None:
+    """Asks for virtual CPU devices; call before JAX's backend starts."""
+    # XLA sizes its pools by the processors; few of them starve many devices.
+    os.environ.setdefault("NPROC", str(max(16, 2 * count)))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def interleave(
+    variants: dict[str, Callable[[], object]], seconds: float, at_least: int = 25
+) -> dict[str, list[float]]:
+    """Times each variant again and again, in random order, for `seconds` in all.
+
+    Args:
+      variants: functions that start work and return its result, by name. A call is
+        timed until its result is there.
+      seconds: the budget, of all variants together.
+      at_least: rounds, even if the budget is spent.
+
+    Returns:
+      The times in seconds, by name, one a round.
+    """
+    for variant in variants.values():
+        for _ in range(5):
+            jax.block_until_ready(variant())
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or len(times[names[0]]) < at_least:
+        random.shuffle(names)
+        for name in names:
+            start = time.perf_counter()
+            jax.block_until_ready(variants[name]())
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile in microseconds, and the number of rounds."""
+    cuts = statistics.quantiles(times, n=10)
+    return {
+        "median_us": statistics.median(times) * 1e6,
+        "p10_us": cuts[0] * 1e6,
+        "p90_us": cuts[-1] * 1e6,
+        "rounds": len(times),
+    }
+
+
+def write_json(path: str, rows: list[dict]) -> None:
+    """Writes rows with the machine, the versions and the command that made them."""
+    record = {
+        "command": " ".join(["python -m jax_overlap.bench", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "processor": _processor(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "system": f"{platform.system()} {platform.machine()}",
+            "devices": [str(d) for d in jax.devices()],
+        },
+        "versions": {
+            k: v for k, v in jax_overlap.info()["versions"].items() if v is not None
+        },
+        "rows": rows,
+    }
+    with open(path, "w") as file:
+        json.dump(record, file, indent=1)
+        file.write("\n")
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor()
