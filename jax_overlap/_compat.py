@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import re
 import warnings
+from importlib import metadata
 from pathlib import Path
 
 import jax
-import jaxlib
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src.lax import parallel as _parallel
 from jax.extend.mlir.dialects import stablehlo
+from jaxlib import _jax as _xla
 from jaxlib import xla_client as _xla_client
 
 OLDEST_JAXLIB = "0.10.2"
 _FIRST_UNTESTED_JAX = (0, 13, 0)
 
-jaxlib_version = jaxlib.__version__
+jaxlib_version = metadata.version("jaxlib")
 NamedAxisEffect = _core.NamedAxisEffect
 check_axis_names = _parallel._check_axis_names
 apply_primitive = _dispatch.apply_primitive
@@ -47,9 +48,7 @@ def prepare_cpu_state_types() -> None:
     before types, and refuses the handlers. With the type handler in place types
     are registered at once.
     """
-    _xla_client.register_custom_type_handler(
-        "cpu", _xla_client._xla.register_custom_type
-    )
+    _xla_client.register_custom_type_handler("cpu", _xla.register_custom_type)
 
 
 def check_vma() -> bool:
@@ -83,10 +82,9 @@ def unreduced(x) -> frozenset:
 
 
 def manual_mesh(ctx):
-    """The mesh and the manual axes of a lowering context; (None, ()) without a mesh."""
+    """The mesh and the manual axes of a lowering context inside `shard_map`."""
     axis_context = ctx.module_context.axis_context
-    mesh = getattr(axis_context, "mesh", None)
-    return mesh, getattr(axis_context, "manual_axes", frozenset())
+    return axis_context.mesh, axis_context.manual_axes
 
 
 def platforms(ctx) -> tuple[str, ...]:

@@ -16,26 +16,25 @@ _PACKAGES = ("jax-overlap", "jax", "jaxlib", "flax")
 def info() -> dict:
     """Returns versions, devices, handlers, settings and counts, as a dictionary.
 
-    Keys: "versions" {package: version or None}; "devices" {platform: count};
-    "native" {"loaded", "why_missing", "targets", "built_for_ffi", "runtime_ffi",
-    "test_build"}; "settings" {variable: its value in the environment, or the default}; "lowered" [{"op",
-    "implementation", "algorithm", "reason", "count"}], one for each kind of call
-    that was lowered in this process (fallbacks have a reason); "errors", the
-    unacknowledged errors.
-
     Starts JAX's backend, to list the devices.
+
+    Returns:
+      "versions": {package: version, or None if it is not installed}.
+      "devices": {platform: number of devices}.
+      "native": {"loaded", "why_missing", "targets", "built_for_ffi", "runtime_ffi",
+        "test_build"}.
+      "settings": {environment variable: its value, or the default}.
+      "lowered": a list of {"op", "implementation", "algorithm", "reason", "count"},
+        one for each kind of call lowered in this process; fallbacks to `jax.lax`
+        have a reason.
+      "errors": the unacknowledged errors.
     """
     return {
         "versions": _versions(),
         "devices": _devices(),
         "native": _native_info(),
         "settings": {v.name: v.read() for v in config.VARIABLES},
-        "lowered": [
-            dict(op=op, implementation=impl, algorithm=algo, reason=why, count=count)
-            for (op, impl, algo, why), count in sorted(
-                lowered.snapshot().items(), key=str
-            )
-        ],
+        "lowered": lowered.rows(),
         "errors": errors.last_errors(),
     }
 

@@ -14,12 +14,12 @@ class OverlapError(RuntimeError):
 
 
 def last_errors() -> list[str]:
-    """Returns the texts of the errors since the last `clear_errors`, oldest first."""
+    """The texts of the errors since the last `clear_errors`, oldest first."""
     return [] if _native.ffi is None else _native.ffi.last_errors()
 
 
 def clear_errors() -> None:
-    """Acknowledges all errors so far: later calls and the exit no longer report them."""
+    """Acknowledges all errors so far: they are reported no more."""
     if _native.ffi is not None:
         _native.ffi.clear_errors()
 
@@ -28,6 +28,6 @@ def raise_unacknowledged() -> None:
     """Raises `OverlapError` if there are errors that nobody has acknowledged."""
     if texts := last_errors():
         raise OverlapError(
-            f"An earlier call has failed: {texts[0]} ({len(texts)} error(s) in all, see "
+            f"An earlier call has failed: {texts[0]} ({len(texts)} error(s), see "
             "jax_overlap.last_errors(); jax_overlap.clear_errors() acknowledges them.)"
         )

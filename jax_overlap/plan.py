@@ -89,9 +89,9 @@ def why_not_native(
         return "on CPU, native ops serve one process, and this program has several"
     if automatic:
         return (
-            f"mesh axes {sorted(map(str, automatic))} are automatic here, and XLA would "
-            "gather the operands over them for a custom call. Make all axes manual "
-            "(jax.shard_map without axis_names)"
+            f"mesh axes {sorted(map(str, automatic))} are automatic here, and XLA "
+            "would gather the operands over them for a custom call. Make all axes "
+            "manual (jax.shard_map without axis_names)"
         )
     if team.groups is None:
         return "axis_index_groups differ in size"
@@ -139,19 +139,20 @@ class Counter:
         self._counts: collections.Counter = collections.Counter()
 
     def add(self, plan: Plan) -> None:
-        """Counts a plan."""
-        key = (plan.op, plan.implementation, plan.algorithm, _kind(plan))
+        """Counts a plan; only of a fallback does the reason make a kind of its own."""
+        reason = plan.reason if plan.implementation == "lax" else ""
         with self._lock:
-            self._counts[key] += 1
+            self._counts[plan.op, plan.implementation, plan.algorithm, reason] += 1
 
-    def snapshot(self) -> dict[tuple, int]:
-        """{(op, implementation, algorithm, reason of a fallback): count}."""
+    def rows(self) -> list[dict]:
+        """{"op", "implementation", "algorithm", "reason", "count"}, a row a kind."""
         with self._lock:
-            return dict(self._counts)
-
-
-def _kind(plan: Plan) -> str:
-    return plan.reason if plan.implementation == "lax" else ""
+            counts = sorted(self._counts.items(), key=str)
+        names = ("op", "implementation", "algorithm", "reason")
+        return [
+            dict(zip(names, kind, strict=True)) | {"count": count}
+            for kind, count in counts
+        ]
 
 
 lowered = Counter()

@@ -65,6 +65,7 @@ def _node_size(ranks: int) -> tuple[int, str]:
         return ranks, f"{config.NODE_SIZE.name}={wanted}"
     if ranks % wanted:
         return ranks, (
-            f"one node, as {config.NODE_SIZE.name}={wanted} does not divide {ranks} ranks"
+            f"one node, as {config.NODE_SIZE.name}={wanted} "
+            f"does not divide {ranks} ranks"
         )
     return wanted, f"{config.NODE_SIZE.name}={wanted}"

@@ -10,7 +10,7 @@
 // processor at hand. Sanitizers cannot run the resolvers, which are called before
 // their run-time exists.
 #if defined(__x86_64__) && defined(__linux__) && !defined(__SANITIZE_THREAD__) && \
-    !defined(__SANITIZE_ADDRESS__) && (defined(__GNUC__) && !defined(__clang__))
+    !defined(__SANITIZE_ADDRESS__) && !defined(__clang__) && __GNUC__ >= 12
 #define JO_VECTORISED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define JO_VECTORISED

@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m jax_overlap.bench <op>`, each with its baselines in one run."""
+"""Benchmarks with their baselines in one run: `python -m jax_overlap.bench <op>`."""

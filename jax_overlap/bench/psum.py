@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sizes",
         type=parse_size,
         nargs="+",
-        default=[parse_size(s) for s in "1K 4K 16K 64K 256K 1M 4M".split()],
+        default=[1 << k for k in range(10, 23, 2)],
         help="of one rank's operand, in bytes, such as 64K",
     )
     parser.add_argument(
@@ -95,6 +95,7 @@ def _line(row: dict) -> str:
     ratios = "  ".join(f"{name} {ratio:.2f}" for name, ratio in row["ratio"].items())
     base = row["times"][_BASELINE]
     return (
-        f"{row['ranks']} ranks {row['bytes'] / 1024:7.0f} KB  lax {base['median_us']:8.1f}"
-        f" us ({base['p10_us']:.0f}-{base['p90_us']:.0f})  {ratios}"
+        f"{row['ranks']} ranks {row['bytes'] / 1024:7.0f} KB  "
+        f"lax {base['median_us']:8.1f} us "
+        f"({base['p10_us']:.0f}-{base['p90_us']:.0f})  {ratios}"
     )

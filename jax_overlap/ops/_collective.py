@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import jax
-from jax import lax
+import jax.numpy as jnp
+from jax import core, lax
 
 from jax_overlap import _compat, _native, errors
 from jax_overlap.plan import NATIVE_DTYPES, Plan, Situation, current_processes, lowered
@@ -30,7 +30,7 @@ def check_native_dtype(op: str, implementation, dtype) -> None:
     if implementation == "native" and str(dtype) not in NATIVE_DTYPES:
         raise TypeError(
             f"{op}: implementation='native' does not take dtype {dtype}, only "
-            f"{', '.join(NATIVE_DTYPES)}. Leave implementation=None to lower to jax.lax."
+            f"{', '.join(NATIVE_DTYPES)}. implementation=None lowers to jax.lax."
         )
 
 
@@ -62,7 +62,7 @@ def count_or_refuse(plan: Plan, implementation) -> None:
     if implementation == "native" and plan.implementation == "lax":
         raise NotImplementedError(
             f"{plan.op}: implementation='native' is not possible here: {plan.reason}. "
-            "Leave implementation=None to lower to jax.lax."
+            "implementation=None lowers to jax.lax."
         )
 
 
@@ -72,5 +72,5 @@ def device_operand(ctx):
     A handler cannot tell by itself which rank it is: the device ordinal that XLA
     gives it is not the position in the mesh.
     """
-    aval = jax.core.ShapedArray((), jax.numpy.uint32)
+    aval = core.ShapedArray((), jnp.uint32)
     return _compat.partition_id(), aval

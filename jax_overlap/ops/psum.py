@@ -19,6 +19,7 @@ from functools import partial
 import jax
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
@@ -91,8 +92,11 @@ def psum(
                 sums[i] = lax.convert_element_type(leaf, np.int32)
             _collective.check_native_dtype("psum", implementation, sums[i].dtype)
             native.setdefault(sums[i].dtype, []).append(i)
-    params = dict(axis_index_groups=_hashable(axis_index_groups))
-    params |= dict(implementation=implementation, algorithm=algorithm)
+    params = {
+        "axis_index_groups": _hashable(axis_index_groups),
+        "implementation": implementation,
+        "algorithm": algorithm,
+    }
     for indices in native.values():
         outs = _bind([sums[i] for i in indices], axes, _compat.check_vma(), params)
         for i, out in zip(indices, outs, strict=True):
@@ -103,7 +107,7 @@ def psum(
 def _left_to_lax(leaf, axes, axis_index_groups) -> bool:
     """Whether `lax.psum` does, or refuses, something that is not an all-reduce."""
     return (
-        not isinstance(leaf, jax.core.Tracer)  # a constant: times the axis size
+        not isinstance(leaf, Tracer)  # a constant: times the axis size
         or not axes
         or any(isinstance(a, int) for a in axes)
         or len(set(axes)) < len(axes)
@@ -166,6 +170,7 @@ def _lower(ctx, *xs, axes, invariant, axis_index_groups, implementation, algorit
         rule = mlir.lower_fun(reference, multiple_results=True)
         with _compat.set_check_vma(invariant):
             return rule(ctx, *xs, axes=axes, axis_index_groups=axis_index_groups)
+    assert team.groups is not None and plan.algorithm is not None  # it is native
     device, device_aval = _collective.device_operand(ctx)
     return jax.ffi.ffi_lowering("jax_overlap.psum")(
         ctx.replace(avals_in=[device_aval, *ctx.avals_in]),
