@@ -16,7 +16,6 @@ from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src.lax import parallel as _parallel
 from jax.extend.mlir.dialects import stablehlo
-from jaxlib import _jax as _xla
 from jaxlib import xla_client as _xla_client
 
 OLDEST_JAXLIB = "0.10.2"
@@ -48,7 +47,8 @@ def prepare_cpu_state_types() -> None:
     before types, and refuses the handlers. With the type handler in place types
     are registered at once.
     """
-    _xla_client.register_custom_type_handler("cpu", _xla.register_custom_type)
+    xla = _xla_client._xla  # pyright: ignore[reportPrivateImportUsage]
+    _xla_client.register_custom_type_handler("cpu", xla.register_custom_type)
 
 
 def check_vma() -> bool:

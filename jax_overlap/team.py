@@ -18,7 +18,7 @@ class Team:
       groups: logical device ids (positions in the flattened mesh), int64
         [number of groups, ranks]; the position in a group is the rank. None if
         the groups differ in size.
-      ranks: devices in a group.
+      ranks: devices in a group; 0 if the groups differ in size.
       node_size: ranks in a node; divides `ranks`.
       note: how the nodes came about, if that is not plain.
     """
@@ -50,7 +50,7 @@ def make_team(mesh, axes, axis_index_groups=None) -> Team:
     groups = ids.reshape(-1, ranks)
     if axis_index_groups is not None:
         if len({len(g) for g in axis_index_groups}) > 1:
-            return Team(None, 0, 0)
+            return Team(None, 0, 1)
         groups = np.concatenate([groups[:, list(g)] for g in axis_index_groups])
         ranks = groups.shape[1]
     return Team(groups, ranks, *_node_size(ranks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import core, lax
+from jax.sharding import get_abstract_mesh
 
 from jax_overlap import _compat, _native, errors
 from jax_overlap.plan import NATIVE_DTYPES, Plan, Situation, current_processes, lowered
@@ -34,10 +35,21 @@ def check_native_dtype(op: str, implementation, dtype) -> None:
         )
 
 
-def canonical_axes(axis_name) -> tuple:
+def canonical_axes(op: str, axis_name) -> tuple:
     """`axis_name` as a tuple, as `jax.lax` reads it."""
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if len(set(axes)) < len(axes):  # XLA aborts the process
+        raise ValueError(f"{op}: axis_name={axis_name!r} names an axis twice.")
     return _compat.without_unit_axes(axes)
+
+
+def split_axes(axes: tuple) -> tuple[tuple, tuple]:
+    """(axes of the mesh, others), which are those of `jax.vmap`."""
+    manual = get_abstract_mesh().manual_axes
+    return (
+        tuple(a for a in axes if a in manual),
+        tuple(a for a in axes if a not in manual),
+    )
 
 
 def make_varying(x, axes: tuple):

@@ -66,7 +66,7 @@ def psum(
     Raises:
       NameError: `axis_name` is not bound; call it inside `jax.shard_map`.
       TypeError: `implementation="native"` and a dtype that is not native.
-      ValueError: an unknown `implementation` or `algorithm`.
+      ValueError: an unknown `implementation` or `algorithm`, or an axis named twice.
       NotImplementedError: `implementation="native"` where it is not possible.
       OverlapError: an earlier call has failed and nobody acknowledged it.
 
@@ -80,7 +80,7 @@ def psum(
       True
     """
     _collective.check_options("psum", implementation, algorithm, PSUM_ALGORITHMS)
-    axes = _collective.canonical_axes(axis_name)
+    axes = _collective.canonical_axes("psum", axis_name)
     leaves, treedef = jax.tree.flatten(x)
     sums = list(leaves)
     native: dict[np.dtype, list[int]] = {}
@@ -110,7 +110,6 @@ def _left_to_lax(leaf, axes, axis_index_groups) -> bool:
         not isinstance(leaf, Tracer)  # a constant: times the axis size
         or not axes
         or any(isinstance(a, int) for a in axes)
-        or len(set(axes)) < len(axes)
         or bool(_compat.unreduced(leaf) & set(axes))
         or (axis_index_groups is not None and _compat.check_vma())
     )
@@ -121,10 +120,12 @@ def _hashable(groups):
 
 
 def _bind(xs, axes, invariant, params):
+    if invariant:  # types speak of the mesh only, so an axis of vmap goes by itself
+        axes, others = _collective.split_axes(axes)
+        xs = _bind(xs, others, False, params)
+        xs = [_collective.make_varying(x, axes) for x in xs]
     if not axes:
         return xs
-    if invariant:
-        xs = [_collective.make_varying(x, axes) for x in xs]
     return psum_p.bind(*xs, axes=axes, invariant=invariant, **params)
 
 
@@ -170,7 +171,8 @@ def _lower(ctx, *xs, axes, invariant, axis_index_groups, implementation, algorit
         rule = mlir.lower_fun(reference, multiple_results=True)
         with _compat.set_check_vma(invariant):
             return rule(ctx, *xs, axes=axes, axis_index_groups=axis_index_groups)
-    assert team.groups is not None and plan.algorithm is not None  # it is native
+    assert team.groups is not None  # or the plan would not be native
+    assert plan.algorithm is not None
     device, device_aval = _collective.device_operand(ctx)
     return jax.ffi.ffi_lowering("jax_overlap.psum")(
         ctx.replace(avals_in=[device_aval, *ctx.avals_in]),
