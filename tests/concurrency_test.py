@@ -65,14 +65,22 @@ class Threads(Contract):
         for error in in_threads(*functions):
             raise error
 
-    @named(**{
-        f"{name}_{size}": (algorithm, size)
-        for name, algorithm in (("chosen", None), ("one_shot", "one_shot"),
-                                ("two_shot", "two_shot"), ("nvrar", "nvrar"))
-        for size in (3, 3000)
-    })  # fmt: skip
+    @named(
+        **{
+            f"{name}_{size}": (algorithm, size)
+            for name, algorithm in (
+                ("chosen", None),
+                ("one_shot", "one_shot"),
+                ("two_shot", "two_shot"),
+                ("nvrar", "nvrar"),
+            )
+            for size in (3, 3000)
+        }
+    )
     def test_one_program_from_two_threads(self, algorithm, size):
-        program = jax.jit(tools.stacked(lambda x: psum(x, algorithm=algorithm), line(8)))
+        program = jax.jit(
+            tools.stacked(lambda x: psum(x, algorithm=algorithm), line(8))
+        )
         self.assert_threads(
             *(self.work(program, line(8), (size,), seed) for seed in range(2))
         )
@@ -96,22 +104,31 @@ class Threads(Contract):
 
     def test_disjoint_overlapping_and_turned_teams(self):
         layouts = (
-            line(3, order=(0, 1, 2)), line(4, order=(3, 4, 5, 6)),
-            line(4, order=(5, 4, 3, 2)), line(8, order=(7, 6, 5, 4, 3, 2, 1, 0)),
-        )  # fmt: skip
-        self.assert_threads(*(
-            self.work(jax.jit(tools.stacked(psum, layout)), layout, (700,), i)
-            for i, layout in enumerate(layouts)
-        ))  # fmt: skip
+            line(3, order=(0, 1, 2)),
+            line(4, order=(3, 4, 5, 6)),
+            line(4, order=(5, 4, 3, 2)),
+            line(8, order=(7, 6, 5, 4, 3, 2, 1, 0)),
+        )
+        self.assert_threads(
+            *(
+                self.work(jax.jit(tools.stacked(psum, layout)), layout, (700,), i)
+                for i, layout in enumerate(layouts)
+            )
+        )
 
     def test_axes_of_one_mesh_from_two_threads(self):
         layouts = [Layout((2, 4), ("a", "b"), (axis,)) for axis in "ab"]
-        self.assert_threads(*(
-            self.work(
-                jax.jit(tools.stacked(lambda x, t=t: psum(x, t.axis_name), t)), t, (99,), i
+        self.assert_threads(
+            *(
+                self.work(
+                    jax.jit(tools.stacked(lambda x, t=t: psum(x, t.axis_name), t)),
+                    t,
+                    (99,),
+                    i,
+                )
+                for i, t in enumerate(layouts)
             )
-            for i, t in enumerate(layouts)
-        ))  # fmt: skip
+        )
 
     def test_compiling_in_one_thread_while_another_runs(self):
         program = jax.jit(tools.stacked(psum, line(8)))
@@ -211,9 +228,11 @@ class ManyInFlight(absltest.TestCase):
     def test_500_steps_that_nobody_awaits(self):
         """All right, or an error in time; never an abort, as with lax on few cores."""
         child = tools.run_child(
-            "-c", MANY_IN_FLIGHT.format(steps=500),
-            env={"JAX_OVERLAP_WAIT_TIMEOUT_S": "20"}, limit=100,
-        )  # fmt: skip
+            "-c",
+            MANY_IN_FLIGHT.format(steps=500),
+            env={"JAX_OVERLAP_WAIT_TIMEOUT_S": "20"},
+            limit=100,
+        )
         self.assertFalse(child.timed_out, child.err)
         self.assertEqual(child.code, 0, child.err)
         self.assertIn(child.out.strip(), ("all right", "limit passed"))

@@ -12,7 +12,9 @@ import re
 import subprocess
 import sys
 
-if "device_count" not in os.environ.get("XLA_FLAGS", ""):  # a test file that is run as a plain program
+if "device_count" not in os.environ.get(
+    "XLA_FLAGS", ""
+):  # a test file that is run as a plain program
     import conftest  # noqa: F401  sets the environment, before jax comes
 
 import jax
@@ -58,8 +60,11 @@ class Layout:
 
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh:
-        devices = np.array(jax.devices()[: self.size] if self.order is None else
-                           [jax.devices()[i] for i in self.order])  # fmt: skip
+        devices = np.array(
+            jax.devices()[: self.size]
+            if self.order is None
+            else [jax.devices()[i] for i in self.order]
+        )
         types = (self.axis_type,) * len(self.names)
         return jax.sharding.Mesh(devices.reshape(self.shape), self.names, types)
 
@@ -181,7 +186,7 @@ def _child_path() -> str:
 
 
 def run_child(*argv: str, env: dict[str, str | None] | None = None, limit: float = 60):
-    """Runs `python *argv` with this environment changed by `env`, for `limit` seconds."""
+    """Runs `python *argv`, `env` added to the environment, for `limit` seconds."""
 
     full = dict(os.environ, PYTHONFAULTHANDLER="1", PYTHONPATH=_child_path())
     for key, value in (env or {}).items():

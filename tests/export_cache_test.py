@@ -44,21 +44,30 @@ def operand():
     x = np.load(folder / "operand.npy")
     return tools.place(x, tools.line(8))
 """
-CALL_EXPORTED = OPERAND + """
+CALL_EXPORTED = (
+    OPERAND
+    + """
 exported = jax.export.deserialize(bytearray((folder / "program").read_bytes()))
 x = operand()
 from export_cache_test import digest
 print(digest(jax.jit(exported.call)(x)))
 """
-LOAD_EXECUTABLE = OPERAND + """
+)
+LOAD_EXECUTABLE = (
+    OPERAND
+    + """
 import pickle
 from jax.experimental import serialize_executable
 loaded = serialize_executable.deserialize_and_load(
-    *pickle.loads((folder / "executable").read_bytes()), execution_devices=jax.devices())
+    *pickle.loads((folder / "executable").read_bytes()),
+    execution_devices=jax.devices())
 from export_cache_test import digest
 print(digest(loaded(operand())))
 """
-RUN = OPERAND + """
+)
+RUN = (
+    OPERAND
+    + """
 import collections, contract_tools as tools
 from export_cache_test import digest, sums
 events = collections.Counter()
@@ -70,6 +79,7 @@ print(digest(program(x)))
 print(events["/jax/compilation_cache/cache_hits"],
       events["/jax/compilation_cache/cache_misses"])
 """
+)
 
 
 class OutlivesTheProcess(Contract):

@@ -99,8 +99,9 @@ for ranks in ([1], [0, 3], [0, 1, 2]):
     assert_works()
 print("right again")
 """,
-            out="right again", JAX_OVERLAP_NODE_SIZE="2",
-        )  # fmt: skip
+            out="right again",
+            JAX_OVERLAP_NODE_SIZE="2",
+        )
 
     def test_a_rank_that_comes_after_the_limit(self):
         """It gets the error too, and not a sum of what is there."""
@@ -178,7 +179,8 @@ jax_overlap.clear_errors()
 assert_works()
 print("right again")
 """,
-            out="right again", limit=15,
+            out="right again",
+            limit=15,
         )
 
     def test_missing_in_one_team_of_two(self):
@@ -277,9 +279,11 @@ print("kept")
     def test_reported_at_exit(self, code, exits):
         start = time.monotonic()
         child = tools.run_child(
-            "-c", PRELUDE + f"operand = tools.place(x, layout)\n{code}\n",
-            env={"JAX_OVERLAP_WAIT_TIMEOUT_S": str(LIMIT_S)}, limit=60,
-        )  # fmt: skip
+            "-c",
+            PRELUDE + f"operand = tools.place(x, layout)\n{code}\n",
+            env={"JAX_OVERLAP_WAIT_TIMEOUT_S": str(LIMIT_S)},
+            limit=60,
+        )
         self.assertFalse(child.timed_out, child.err)
         self.assertLess(time.monotonic() - start, LIMIT_S + 10)
         if exits == 7:
@@ -330,8 +334,9 @@ time.sleep(5)  # the call fails meanwhile
 assert_names(jax_overlap.last_errors()[0], [1])
 jax_overlap.clear_errors()
 """,
-            out="interrupted", JAX_OVERLAP_WAIT_TIMEOUT_S="4",
-        )  # fmt: skip
+            out="interrupted",
+            JAX_OVERLAP_WAIT_TIMEOUT_S="4",
+        )
 
 
 class Processes(Child):
@@ -369,15 +374,23 @@ print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=Tru
 
 
 class Settings(Child):
-    @named(zero=("0",), negative=("-1",), text=("soon",), nan=("nan",), infinite=("inf",))
+    @named(
+        zero=("0",), negative=("-1",), text=("soon",), nan=("nan",), infinite=("inf",)
+    )
     def test_wait_timeout_has_to_be_positive(self, text):
-
         child = tools.run_child(
-            "-c", "import jax_overlap",
-            env={"JAX_OVERLAP_WAIT_TIMEOUT_S": text}, limit=60,
-        )  # fmt: skip
+            "-c",
+            "import jax_overlap",
+            env={"JAX_OVERLAP_WAIT_TIMEOUT_S": text},
+            limit=60,
+        )
         self.assertEqual(child.code, 1)
-        for word in ("ValueError", "JAX_OVERLAP_WAIT_TIMEOUT_S", repr(text), "positive"):
+        for word in (
+            "ValueError",
+            "JAX_OVERLAP_WAIT_TIMEOUT_S",
+            repr(text),
+            "positive",
+        ):
             self.assertIn(word, child.err.splitlines()[-1])
 
     @named(zero=("0",), negative=("-2",), text=("two",), fraction=("1.5",))
@@ -390,8 +403,9 @@ except ValueError as error:
     assert repr(os.environ["JAX_OVERLAP_NODE_SIZE"]) in str(error), error
     print(str(error).split()[0])
 """,
-            out="JAX_OVERLAP_NODE_SIZE", JAX_OVERLAP_NODE_SIZE=text,
-        )  # fmt: skip
+            out="JAX_OVERLAP_NODE_SIZE",
+            JAX_OVERLAP_NODE_SIZE=text,
+        )
 
     def test_a_heap_that_is_too_small(self):
         """An error with the numbers and the variable; what needs less still works."""
@@ -403,8 +417,9 @@ jax_overlap.clear_errors()
 assert_works()
 print("refused")
 """,
-            out="refused", JAX_OVERLAP_HEAP_BYTES="4096",
-        )  # fmt: skip
+            out="refused",
+            JAX_OVERLAP_HEAP_BYTES="4096",
+        )
 
 
 if __name__ == "__main__":

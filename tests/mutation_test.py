@@ -37,8 +37,7 @@ MUTANTS = {
     # A rank that is ahead overwrites what others still read.
     "one_slot": ("psum_test.PsumValues.test_many_chunks_f32",),
     "missing_ready_wait": (
-        "psum_test.PsumBits.test_an_element_has_the_same_bits_alone_and_in_a_larger"
-        "_array_f32",
+        "psum_test.PsumBits.test_an_element_has_the_same_bits_in_a_larger_array_f32",
     ),
     # What an earlier call has left is taken for this call's.
     "stale_epoch": (
@@ -83,10 +82,12 @@ class Mutants(parameterized.TestCase):
 
     def run_tests(self, names, mutant):
         child = tools.run_child(
-            "-c", RUNNER, *names,
+            "-c",
+            RUNNER,
+            *names,
             env={"JAX_OVERLAP_MUTANT": mutant, "JAX_OVERLAP_WAIT_TIMEOUT_S": "3"},
             limit=150,
-        )  # fmt: skip
+        )
         self.assertFalse(child.timed_out, f"hangs\n{child.err}")
         self.assertEqual(child.code, 0, f"has to fail, not to crash\n{child.err}")
         return json.loads(child.out.splitlines()[-1])

@@ -19,11 +19,9 @@ from unittest import mock
 
 import contract_tools as tools
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 from contract_tools import BF16, F16, LAYOUTS, Layout, line
-from jax import lax
 
 import jax_overlap
 
@@ -135,8 +133,19 @@ class Contract(parameterized.TestCase):
                 seen = {tools.bits(parts[p]) for p in team if p in parts}
                 self.assertLessEqual(len(seen), 1, "ranks hold different bits")
 
-    def check(self, fn, layout, operands, want, *, calls=None,
-              check_vma=True, foreign=False, replicas=False, repeats=3):  # fmt: skip
+    def check(
+        self,
+        fn,
+        layout,
+        operands,
+        want,
+        *,
+        calls=None,
+        check_vma=True,
+        foreign=False,
+        replicas=False,
+        repeats=3,
+    ):
         """Compiles `fn` of one rank's arrays, and checks program, results, inputs.
 
         calls: how many custom calls the program has (None: some).
@@ -158,8 +167,10 @@ class Contract(parameterized.TestCase):
             got = jax.block_until_ready(compiled(*placed))
             same = layout if replicas and self.op.invariant else None
             self.assert_stacked(got, want, same)
-            seen = jax.tree.map(lambda a: sorted(
-                (p, tools.bits(v)) for p, v in tools.fetch(a).items()), got)  # fmt: skip
+            seen = jax.tree.map(
+                lambda a: sorted((p, tools.bits(v)) for p, v in tools.fetch(a).items()),
+                got,
+            )
             first = seen if first is None else first
             self.assertTrue(seen == first, "other bits in a second run")
         for before, after in zip(
@@ -197,8 +208,14 @@ class Values(Contract):
             with self.subTest(algorithm=algorithm):
                 self.check_sizes(line(n), SIZES, np.float32, [algorithm])
 
-    @named(f32=(np.float32,), bf16=(BF16,), f16=(F16,), f64=(np.float64,),
-           i32=(np.int32,), i8=(np.int8,))  # fmt: skip
+    @named(
+        f32=(np.float32,),
+        bf16=(BF16,),
+        f16=(F16,),
+        f64=(np.float64,),
+        i32=(np.int32,),
+        i8=(np.int8,),
+    )
     def test_types(self, dtype):
         if dtype not in self.op.dtypes:
             self.skipTest("not a type of this op")
@@ -228,10 +245,41 @@ class Values(Contract):
                     return [op.call(*c, "x", algorithm=algorithm) for c in cases]
 
                 for split in ("8", "2"):
-                    with self.subTest(algorithm=algorithm, node=split), node_size(split):
+                    with (
+                        self.subTest(algorithm=algorithm, node=split),
+                        node_size(split),
+                    ):
                         self.check(
                             fn, layout, tuple(cases), want, calls=3, replicas=True
                         )
+
+    @named(**{str(n): (n,) for n in (4, 6)})
+    def test_around_each_switch_of_algorithm(self, n):
+        """Sizes at which the choice changes, as `explain` tells it, and one off."""
+        for dtype in (np.float32, BF16):
+            chosen = [self.chosen(line(n), 2**k, dtype) for k in range(18)]
+            sizes = []
+            for k in range(17):
+                low, high = 2**k, 2 ** (k + 1)
+                if chosen[k] == chosen[k + 1]:
+                    continue
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    same = self.chosen(line(n), middle, dtype) == chosen[k]
+                    low, high = (middle, high) if same else (low, middle)
+                sizes += [low - 1, low, high, high + 1]
+            self.assertTrue(sizes or not self.op.algorithms, "no switch was found")
+            self.check_sizes(line(n), sizes, dtype, [None])
+
+    def chosen(self, layout, size, dtype):
+        operands = [
+            jax.ShapeDtypeStruct((layout.size, *shape), dtype)
+            for shape in self.op.shapes(layout.team, size)
+        ]
+        fn = tools.stacked(lambda *a: self.op.call(*a, layout.axis_name), layout)
+        (plan,) = jax_overlap.explain(fn, *operands)
+        self.assertEqual(plan.implementation, "native", plan)
+        return plan.algorithm
 
     @named(**{f"{n}_ranks_by_{k}": (n, k) for n, k in NODE_SPLITS})
     def test_node_splits(self, n, size):
@@ -258,13 +306,19 @@ class Values(Contract):
             op.operands(layout, 3001, BF16, self.seed, tools.normal), layout
         )
         for algorithm in self.algorithms:
-            fn = jax.jit(tools.stacked(
-                lambda *a, al=algorithm: op.call(*a, "x", algorithm=al), layout))  # fmt: skip
+            fn = jax.jit(
+                tools.stacked(
+                    lambda *a, al=algorithm: op.call(*a, "x", algorithm=al), layout
+                )
+            )
             seen = set()
             for _ in range(100):
                 got = jax.block_until_ready(fn(*operands))
-                seen.add(tuple(sorted(
-                    (p, tools.bits(v)) for p, v in tools.fetch(got).items())))  # fmt: skip
+                seen.add(
+                    tuple(
+                        sorted((p, tools.bits(v)) for p, v in tools.fetch(got).items())
+                    )
+                )
             self.assertLen(seen, 1, algorithm)
 
 

@@ -82,8 +82,12 @@ class Programs(Contract):
         b, want_b = self.exact(layout, 5, 2)
         self.check(
             lambda a, b: (self.call(*a), self.call(*b)),
-            layout, (a, b), (want_a, want_b), calls=2, repeats=20,
-        )  # fmt: skip
+            layout,
+            (a, b),
+            (want_a, want_b),
+            calls=2,
+            repeats=20,
+        )
 
     @named(twice=(2,), eight_times=(8,))
     def test_one_jitted_helper_called(self, times):
@@ -93,9 +97,12 @@ class Programs(Contract):
         helper = jax.jit(self.call)
         self.check(
             lambda *cases: [helper(*c) for c in cases],
-            layout, tuple(c[0] for c in cases), [c[1] for c in cases],
-            calls=times, repeats=20,
-        )  # fmt: skip
+            layout,
+            tuple(c[0] for c in cases),
+            [c[1] for c in cases],
+            calls=times,
+            repeats=20,
+        )
 
     @named(small=(33,), chunked=(70_000,))
     def test_200_calls_back_to_back(self, size):
@@ -159,7 +166,9 @@ class Programs(Contract):
             self.op.operands(t, 90, np.float32, self.seed + i)
             for i, t in enumerate(turns)
         ]
-        want = [self.want(t, o, np.float32) for t, o in zip(turns, operands, strict=True)]
+        want = [
+            self.want(t, o, np.float32) for t, o in zip(turns, operands, strict=True)
+        ]
 
         def fn(*operands):
             return [
@@ -200,8 +209,9 @@ class Programs(Contract):
         with jax.set_mesh(layout.mesh):
             fn = jax.shard_map(
                 lambda *a: self.call(*(v[0] for v in a), axis_name="b")[None],
-                in_specs=spec, out_specs=spec,
-            )  # fmt: skip
+                in_specs=spec,
+                out_specs=spec,
+            )
             program = jax.jit(fn).lower(*tools.place(operands, layout)).compile()
             self.assertEqual(tools.custom_calls(program.as_text(), self.op.target), 1)
             self.assertEqual(tools.collectives(program.as_text()), [])
@@ -221,9 +231,15 @@ class Programs(Contract):
                 inner, in_specs=P("b"), out_specs=P("b"), axis_names={"b"}
             )(*operands)
 
-        fn = jax.jit(jax.shard_map(
-            outer, mesh=layout.mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"},
-        ))  # fmt: skip
+        fn = jax.jit(
+            jax.shard_map(
+                outer,
+                mesh=layout.mesh,
+                in_specs=P("a"),
+                out_specs=P("a"),
+                axis_names={"a"},
+            )
+        )
         placed = tools.place(operands, layout)
         hlo = fn.lower(*placed).compile().as_text()
         self.assertEqual(tools.custom_calls(hlo, self.op.target), 1)
@@ -244,7 +260,9 @@ class Programs(Contract):
                     seen.append((jax.typeof(ours), jax.typeof(lax_)))
                     return ours
 
-                jax.eval_shape(tools.stacked(fn, layout, check_vma=check_vma), *operands)
+                jax.eval_shape(
+                    tools.stacked(fn, layout, check_vma=check_vma), *operands
+                )
                 ours, theirs = seen[0]
                 self.assertEqual(ours, theirs)
                 self.assertEqual(ours.mat.varying, theirs.mat.varying)
@@ -256,15 +274,18 @@ class Programs(Contract):
         operands = self.op.operands(layout, 24, np.float32, self.seed)
         fn = jax.shard_map(
             lambda *a: self.call(*(v[0] for v in a)),
-            mesh=layout.mesh, in_specs=P("x"), out_specs=P(),
-        )  # fmt: skip
+            mesh=layout.mesh,
+            in_specs=P("x"),
+            out_specs=P(),
+        )
         if not self.op.invariant:
             with self.assertRaisesRegex(ValueError, "out_specs"):
                 jax.eval_shape(fn, *operands)
             return
         got = jax.jit(fn)(*tools.place(operands, layout))
-        self.assertTrue(got.sharding.is_equivalent_to(
-            NamedSharding(layout.mesh, P()), got.ndim))  # fmt: skip
+        self.assertTrue(
+            got.sharding.is_equivalent_to(NamedSharding(layout.mesh, P()), got.ndim)
+        )
         want = self.want(layout, operands, np.float32)
         for shard in got.addressable_shards:
             np.testing.assert_array_equal(shard.data, want[0])

@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
-from contract_tools import Layout, line
+from contract_tools import line
 from jax import lax
 from op_contract import Contract, over_teams
 
 both_modes = parameterized.named_parameters(("_vma", True), ("_no_vma", False))
 
 
-class Transforms(Contract):
+class OnFourRanks(Contract):
+    """Small operands on four ranks, and what derivatives of the op have to be."""
+
     layout = line(4)
     size = 6
 
@@ -60,6 +62,8 @@ class Transforms(Contract):
             with self.subTest(operand=i):
                 yield i
 
+
+class Transforms(OnFourRanks):
     def of_operand(self, i, operands, call=None):
         """The op as a function of operand i alone."""
         call = self.call if call is None else call
@@ -73,7 +77,9 @@ class Transforms(Contract):
         def fn(*operands):
             ours = transformed(self.call, *operands)
             theirs = transformed(lambda *a: self.op.lax(*a, "x"), *operands)
-            types.append((jax.tree.map(jax.typeof, ours), jax.tree.map(jax.typeof, theirs)))
+            types.append(
+                (jax.tree.map(jax.typeof, ours), jax.tree.map(jax.typeof, theirs))
+            )
             return ours, theirs
 
         got = jax.jit(tools.stacked(fn, self.layout, check_vma=check_vma))(
@@ -100,7 +106,9 @@ class Transforms(Contract):
         cts = tools.place(self.cts, self.layout)
         placed = tools.place(self.operands, self.layout)
         for i in self.each_operand():
-            loss = jax.jit(jax.value_and_grad(lambda *a: jnp.sum(cts * fn(*a)), argnums=i))
+            loss = jax.jit(
+                jax.value_and_grad(lambda *a: jnp.sum(cts * fn(*a)), argnums=i)
+            )
             value, got = loss(*placed)
             self.assertEqual(float(value), float(np.sum(self.cts * self.right)))
             self.assert_stacked(got, self.vjp_wanted(i))
@@ -130,7 +138,9 @@ class Transforms(Contract):
                 return jax.grad(loss)(x)
 
             tangent = tools.place(self.tangents[i], self.layout)
-            got, along = jax.jit(lambda x, t: jax.jvp(grad, (x,), (t,)))(placed[i], tangent)
+            got, along = jax.jit(lambda x, t: jax.jvp(grad, (x,), (t,)))(
+                placed[i], tangent
+            )
             self.assert_stacked(got, self.vjp_wanted(i, cts=3 * self.right**2))
             moved = 6 * self.right * self.jvp_wanted(i, self.tangents[i])
             self.assert_stacked(along, self.vjp_wanted(i, cts=moved))
@@ -177,9 +187,11 @@ class Transforms(Contract):
 
             wanted = (self.right, self.jvp_wanted(i, self.tangents[i]))
             self.same_as_lax(
-                transformed, wanted, check_vma=check_vma,
+                transformed,
+                wanted,
+                check_vma=check_vma,
                 operands=(*self.operands, self.tangents[i]),
-            )  # fmt: skip
+            )
 
     @both_modes
     def test_jacrev_inside(self, check_vma):
@@ -191,12 +203,17 @@ class Transforms(Contract):
             basis = np.eye(self.right[0].size, dtype=np.float32)
             rows = [
                 self.inside_vjp_wanted(
-                    i, np.broadcast_to(e.reshape(self.right.shape[1:]), self.right.shape),
+                    i,
+                    np.broadcast_to(e.reshape(self.right.shape[1:]), self.right.shape),
                     check_vma,
                 )
                 for e in basis
-            ]  # fmt: skip
-            shape = (self.layout.size, *self.right.shape[1:], *self.operands[i].shape[1:])
+            ]
+            shape = (
+                self.layout.size,
+                *self.right.shape[1:],
+                *self.operands[i].shape[1:],
+            )
             wanted = np.stack(rows, 1).reshape(shape)
             self.same_as_lax(transformed, wanted, check_vma=check_vma)
 
@@ -221,14 +238,18 @@ class Transforms(Contract):
                 self.right,
             )
             self.same_as_lax(
-                transformed, wanted, check_vma=check_vma,
+                transformed,
+                wanted,
+                check_vma=check_vma,
                 operands=(*self.operands, self.tangents[i]),
-            )  # fmt: skip
+            )
 
     @both_modes
     def test_remat(self, check_vma):
         fn = tools.stacked(
-            jax.checkpoint(lambda *a: self.call(*a) ** 2), self.layout, check_vma=check_vma
+            jax.checkpoint(lambda *a: self.call(*a) ** 2),
+            self.layout,
+            check_vma=check_vma,
         )
         placed = tools.place(self.operands, self.layout)
         value, vjp = jax.vjp(jax.jit(fn), *placed)
@@ -249,7 +270,7 @@ class Transforms(Contract):
             return fn(*operands), operands
 
         def backward(operands, ct):
-            y, vjp = jax.vjp(self.call, *operands)
+            _, vjp = jax.vjp(self.call, *operands)
             return jax.tree.map(lambda g: 2 * g, vjp(ct))
 
         fn.defvjp(forward, backward)
@@ -307,113 +328,9 @@ class Transforms(Contract):
             return looped, lax.while_loop(small, body, (0, zero))[1]
 
         self.check(
-            fn, self.layout, self.operands, (20 * self.right, 3 * self.right),
+            fn,
+            self.layout,
+            self.operands,
+            (20 * self.right, 3 * self.right),
             check_vma=check_vma,
-        )  # fmt: skip
-
-    # Batching.
-
-    @both_modes
-    def test_vmap_over_each_dimension(self, check_vma):
-        """vmap inside of shard_map, batch dimension first, last, or in one operand."""
-        batch = [
-            self.op.operands(self.layout, self.size, np.float32, self.seed + i)
-            for i in range(3)
-        ]
-        wanted = np.stack([self.want(self.layout, o, np.float32) for o in batch], 1)
-        together = tuple(np.stack(group, 1) for group in zip(*batch, strict=True))
-        for axis in (0, 1, -1):
-            moved = tuple(np.moveaxis(a, 1, axis + 1 if axis >= 0 else -1) for a in together)
-            self.check(
-                lambda *a, axis=axis: jax.vmap(self.call, in_axes=axis)(*a),
-                self.layout, moved, wanted, calls=1, check_vma=check_vma,
-            )  # fmt: skip
-            self.check(
-                lambda *a, axis=axis: jax.vmap(self.call, in_axes=axis, out_axes=-1)(*a),
-                self.layout, moved, np.moveaxis(wanted, 1, -1), check_vma=check_vma,
-            )  # fmt: skip
-        for i in self.each_operand():
-            mixed = tuple(o if j != i else together[i] for j, o in enumerate(batch[0]))
-            singles = [
-                self.want(self.layout, (*batch[0][:i], b[i], *batch[0][i + 1 :]), np.float32)
-                for b in batch
-            ]
-            axes = tuple(0 if j == i else None for j in range(len(mixed)))
-            self.check(
-                lambda *a, axes=axes: jax.vmap(self.call, in_axes=axes)(*a),
-                self.layout, mixed, np.stack(singles, 1), check_vma=check_vma,
-            )  # fmt: skip
-        alone = lambda *a: jax.vmap(  # noqa: E731
-            lambda z, *a: (self.call(*a), z), in_axes=(0, *(None,) * len(a))
-        )(jnp.arange(3), *a)[0]
-        want = np.repeat(self.right[:, None], 3, 1)
-        self.check(alone, self.layout, self.operands, want, check_vma=check_vma)
-
-    def test_vmap_of_vmap(self):
-        batch = [
-            self.op.operands(self.layout, self.size, np.float32, self.seed + i)
-            for i in range(6)
-        ]
-        wanted = np.stack([self.want(self.layout, o, np.float32) for o in batch], 1)
-        together = tuple(np.stack(group, 1) for group in zip(*batch, strict=True))
-        grid = tuple(a.reshape(-1, 2, 3, *a.shape[2:]) for a in together)
-        self.check(
-            lambda *a: jax.vmap(jax.vmap(self.call))(*a), self.layout, grid,
-            wanted.reshape(-1, 2, 3, *wanted.shape[2:]), calls=1,
-        )  # fmt: skip
-
-    @both_modes
-    def test_vmap_of_shard_map(self, check_vma):
-        """The batch dimension outside: each operand's first, second, or none."""
-        batch = [
-            self.op.operands(self.layout, self.size, np.float32, self.seed + i)
-            for i in range(3)
-        ]
-        fn = tools.stacked(self.call, self.layout, check_vma=check_vma)
-        wanted = np.stack([self.want(self.layout, o, np.float32) for o in batch])
-        for axis in (0, 1):
-            together = [np.stack(group, axis) for group in zip(*batch, strict=True)]
-            got = jax.jit(jax.vmap(fn, in_axes=axis))(*together)
-            np.testing.assert_array_equal(got, wanted)
-        both = jax.vmap(lambda z, *a: fn(*a), in_axes=(0, *(None,) * len(batch[0])))
-        got = jax.jit(both)(jnp.arange(2), *batch[0])
-        np.testing.assert_array_equal(got, np.stack([wanted[0]] * 2))
-
-    @both_modes
-    def test_grad_of_vmap(self, check_vma):
-        batch = [
-            self.op.operands(self.layout, self.size, np.float32, self.seed + i)
-            for i in range(3)
-        ]
-        together = tuple(np.stack(group, 1) for group in zip(*batch, strict=True))
-        cts = np.stack([self.cts, 2 * self.cts, -self.cts], 1)
-        fn = tools.stacked(jax.vmap(self.call), self.layout, check_vma=check_vma)
-        _, vjp = jax.vjp(jax.jit(fn), *tools.place(together, self.layout))
-        got = vjp(tools.place(cts, self.layout))
-        for i in self.each_operand():
-            singles = [self.vjp_wanted(i, o, cts[:, j]) for j, o in enumerate(batch)]
-            self.assert_stacked(got[i], np.stack(singles, 1))
-
-    def test_vmap_with_the_axis_named(self):
-        """Ranks that are a vmapped dimension, not devices: as lax has it."""
-        n = self.layout.size
-        fn = jax.vmap(self.call, axis_name="x")
-        for run in (fn, jax.jit(fn)):
-            np.testing.assert_array_equal(run(*self.operands), self.right)
-        _, vjp = jax.vjp(fn, *self.operands)
-        for i, got in enumerate(vjp(self.cts)):
-            wanted = self.inside_vjp_wanted(i, self.cts, check_vma=False)
-            np.testing.assert_array_equal(got, wanted)
-        # A vmapped axis together with one of devices; lax refuses it under check_vma.
-        layout = Layout((n,), ("x",), ("x",))
-        batch = [self.op.operands(layout, 6, np.float32, self.seed + i) for i in range(3)]
-        together = tuple(np.stack(group, 1) for group in zip(*batch, strict=True))
-        got = jax.jit(tools.stacked(
-            lambda *a: jax.vmap(lambda *b: self.call(*b, axis_name=("v", "x")),
-                                axis_name="v")(*a), layout, check_vma=False)
-        )(*together)  # fmt: skip
-        # Rank (v, x): "v" is major, so stack the teams that way.
-        flat = tuple(np.concatenate(group) for group in zip(*batch, strict=True))
-        wanted = np.asarray(self.op.reference(*(tools.wide(a) for a in flat)))
-        wanted = wanted.reshape(3, n, *wanted.shape[1:]).swapaxes(0, 1)
-        np.testing.assert_array_equal(got, wanted)
+        )

