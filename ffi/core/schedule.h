@@ -62,4 +62,16 @@ struct Doubling {
   static JO_HD int partner(int node, int step) { return node ^ (1 << step); }
 };
 
+// `size` ranks in nodes of `node_size`, numbered node by node.
+struct TeamShape {
+  int rank;
+  int size;
+  int node_size;
+
+  JO_HD int nodes() const { return size / node_size; }
+  JO_HD int node() const { return rank / node_size; }
+  JO_HD int local() const { return rank % node_size; }
+  JO_HD int first_of_node() const { return node() * node_size; }
+};
+
 }  // namespace jax_overlap

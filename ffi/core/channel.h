@@ -1,0 +1,42 @@
+// The memory of a channel: how an algorithm lays it out, and which of two slots a
+// call uses. A channel is at the same offset of every rank's heap, so the layout
+// has to come out alike on all ranks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/annotations.h"
+#include "core/mutants.h"
+#include "core/schedule.h"
+
+namespace jax_overlap {
+
+// A flag or ready word has a cache line to itself.
+struct alignas(64) Word {
+  uint64_t value;
+};
+
+// Hands out consecutive pieces of a channel, which starts at a cache line. With a
+// null base it counts.
+class Carver {
+ public:
+  explicit JO_HD Carver(char* base) : base_(reinterpret_cast<uintptr_t>(base)) {}
+
+  template <class T>
+  JO_HD T* Take(size_t count) {
+    const uintptr_t piece = base_ + bytes_;
+    bytes_ = RoundUp(bytes_ + count * sizeof(T), alignof(Word));
+    return reinterpret_cast<T*>(piece);
+  }
+  JO_HD size_t bytes() const { return bytes_; }
+
+ private:
+  const uintptr_t base_;
+  size_t bytes_ = 0;  // taken so far: the same on all ranks, wherever their heaps are
+};
+
+// The slot, of two used in turn, of a sequence number.
+JO_HD size_t SlotOf(uint64_t sequence) { return JO_MUTANT("one_slot") ? 0 : sequence & 1; }
+
+}  // namespace jax_overlap

@@ -1,0 +1,116 @@
+// What the CPU handlers of all ops share: the call site, the way of a call from
+// its first rank's arrival to its results, and the way of an error.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/fibers.h"
+#include "core/host_link.h"
+#include "core/rendezvous.h"
+#include "core/team.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_overlap {
+
+// Changes with the attributes that all ops have; jax_overlap/_native.py has the same.
+constexpr int64_t kAbi = 1;
+
+// What all calls of one HLO instruction have in common: the part of an op's
+// instantiate state that is not its own.
+class HostSite {
+ public:
+  // `groups` holds logical device ids, group by group; a device's place in its
+  // group is its rank. Returns an error text for attributes that make no sense.
+  std::string Init(std::string_view op, int64_t abi, std::string_view axes,
+                   xla::ffi::Span<const int64_t> groups, int64_t group_size, int64_t node_size);
+
+  int ranks() const { return ranks_; }
+  int node_size() const { return node_size_; }
+  HostTeam& team(int group) const { return *teams_[group]; }
+  Rendezvous& rendezvous() const { return *rendezvous_; }
+  // Names the op and its axes, for errors.
+  const std::string& what() const { return rendezvous_->what(); }
+
+  struct Place {
+    int group;
+    int rank;
+  };
+  // Where device `id` stands; a negative group if in none.
+  Place PlaceOf(uint32_t id) const;
+
+ private:
+  int ranks_ = 0;
+  int node_size_ = 0;
+  std::vector<int32_t> position_;                 // of a device among `groups`; -1: in none
+  std::vector<std::shared_ptr<HostTeam>> teams_;  // of a group
+  std::shared_ptr<Rendezvous> rendezvous_;
+};
+
+// One call of an op, at which all ranks have arrived. It lives until the last
+// thread that works on it has let go.
+class HostProgram {
+ public:
+  HostProgram(const HostSite& site, HostTeam& team, std::unique_ptr<HostCall> call)
+      : site_(site), team_(team), call_(std::move(call)), statuses_(site.ranks()) {}
+  virtual ~HostProgram() = default;
+
+  // Takes what is needed; an error text if it is not to be had.
+  virtual std::string Prepare() = 0;
+  // Gives it back; not called after an error.
+  virtual void Finish() = 0;
+  // One rank's part. Whether ranks may wait for each other in it, and the bytes
+  // they touch together, decide how it is run.
+  virtual void RunRank(int rank, Waiter& waiter) = 0;
+  virtual bool waits() const = 0;
+  virtual size_t total_bytes() const = 0;
+
+  const HostSite& site() const { return site_; }
+  const HostCall& call() const { return *call_; }
+  const std::vector<size_t>& counts() const { return call_->counts; }  // of a leaf's elements
+  const std::vector<Status>& statuses() const { return statuses_; }
+
+ protected:
+  HostTeam& team() { return team_; }
+  HostLink<true>::Clock::time_point deadline() const { return deadline_; }
+  void SetStatus(int rank, const Status& status) { statuses_[rank] = status; }
+
+ private:
+  const HostSite& site_;
+  HostTeam& team_;
+  const std::unique_ptr<HostCall> call_;
+  std::vector<Status> statuses_;
+  const HostLink<true>::Clock::time_point deadline_ =
+      HostLink<true>::Clock::now() + Rendezvous::WaitTimeout();
+};
+
+// Makes an op's program for a call in which the operands have `dtype`.
+using MakeProgram = std::function<std::shared_ptr<HostProgram>(
+    HostTeam& team, xla::ffi::DataType dtype, std::unique_ptr<HostCall> call)>;
+
+// A rank's execute stage: arrives with its operands (`args` and `rets`, in pairs of
+// one dtype), and runs the call if it is the last. The result is available, or has
+// its error, when the future says so; the calling thread never waits.
+xla::ffi::Future ExecuteOnHost(const HostSite& site, xla::ffi::RunId run, xla::ffi::ThreadPool pool,
+                               xla::ffi::Buffer<xla::ffi::U32> device, xla::ffi::RemainingArgs args,
+                               xla::ffi::RemainingRets rets, const MakeProgram& make_program);
+
+// Calls f with a value of the element type; false if ops do not take the dtype.
+template <class F>
+bool WithElementType(xla::ffi::DataType dtype, F f) {
+  switch (dtype) {
+    case xla::ffi::DataType::F32: f(float{}); return true;
+    case xla::ffi::DataType::BF16: f(BFloat16{}); return true;
+    case xla::ffi::DataType::F16: f(Float16{}); return true;
+    case xla::ffi::DataType::F64: f(double{}); return true;
+    case xla::ffi::DataType::S32: f(int32_t{}); return true;
+    case xla::ffi::DataType::S8: f(int8_t{}); return true;
+    default: return false;
+  }
+}
+
+}  // namespace jax_overlap
