@@ -18,7 +18,10 @@ using namespace jax_overlap;  // NOLINT
 namespace {
 
 const Handler kHandlers[] = {
+    AllGatherHandler(),
+    AllToAllHandler(),
     PsumHandler(),
+    PsumScatterHandler(),
 };
 
 nb::dict Targets() {

@@ -81,6 +81,11 @@ def unreduced(x) -> frozenset:
     return jax.typeof(x).mat.unreduced
 
 
+def tangent_type(x):
+    """The type of tangents of `x`."""
+    return jax.typeof(x).to_tangent_aval()
+
+
 def manual_mesh(ctx):
     """The mesh and the manual axes of a lowering context inside `shard_map`."""
     axis_context = ctx.module_context.axis_context

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 from jax.extend import core
 
-from jax_overlap.ops.psum import psum_p
-from jax_overlap.plan import Plan, Situation, current_processes, plan_psum
+from jax_overlap.ops._collective import planners
+from jax_overlap.plan import Plan, Situation, current_processes
 from jax_overlap.team import make_team
 
 
@@ -44,24 +44,18 @@ def _plans(jaxpr, mesh, manual, platform):
         if eqn.primitive.name == "shard_map":
             inner_mesh = eqn.params["mesh"]
             inner_manual = manual | eqn.params["newly_manual_axes"]
-        if eqn.primitive is psum_p:
-            yield _psum_plan(eqn, mesh, manual, platform)
+        if planner := planners.get(eqn.primitive):
+            assert mesh is not None  # no op is traced outside of shard_map
+            yield planner(
+                [v.aval for v in eqn.invars],
+                make_team(mesh, eqn.params["axes"], eqn.params["axis_index_groups"]),
+                Situation(
+                    (platform,),
+                    frozenset(mesh.axis_names),
+                    manual,
+                    current_processes(),
+                ),
+                **eqn.params,
+            )
         for sub in core.jaxprs_in_params(eqn.params):
             yield from _plans(sub, inner_mesh, inner_manual, platform)
-
-
-def _psum_plan(eqn, mesh, manual, platform) -> Plan:
-    params = eqn.params
-    situation = Situation(
-        (platform,), frozenset(mesh.axis_names), manual, current_processes()
-    )
-    team = make_team(mesh, params["axes"], params["axis_index_groups"])
-    avals = [v.aval for v in eqn.invars]
-    return plan_psum(
-        params["axes"],
-        avals,
-        team,
-        situation,
-        params["implementation"],
-        params["algorithm"],
-    )

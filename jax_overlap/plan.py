@@ -98,24 +98,30 @@ def why_not_native(
     return ""
 
 
-def plan_psum(
-    axes, avals, team: Team, situation: Situation, implementation, algorithm
+def make_plan(
+    op: str, axes, avals, team: Team, situation: Situation, implementation, choose
 ) -> Plan:
-    """The plan of a `psum` of `avals`, which have one dtype."""
+    """The plan of `op` on `avals`, which have one dtype.
+
+    `choose(bytes of a rank's operands)` gives the algorithm of a native call and the
+    reason.
+    """
     operands = tuple(a.str_short() for a in avals)
     dtype = avals[0].dtype
-    make = lambda impl, algo, why: Plan(  # noqa: E731
-        "psum", tuple(axes), operands, impl, algo, team.ranks, team.nodes, why
-    )
+
+    def plan(kind, algorithm, reason):
+        return Plan(
+            op, tuple(axes), operands, kind, algorithm, team.ranks, team.nodes, reason
+        )
+
     if reason := why_not_native(team, dtype, situation, implementation):
-        return make("lax", None, reason)
+        return plan("lax", None, reason)
     if team.ranks == 1:
-        return make("identity", None, "one rank")
+        return plan("identity", None, "one rank")
     if all(a.size == 0 for a in avals):
-        return make("identity", None, "no elements")
-    nbytes = sum(a.size for a in avals) * dtype.itemsize
-    name, why = choose_psum_algorithm(nbytes, team, algorithm)
-    return make("native", name, "; ".join(filter(None, (why, team.note))))
+        return plan("identity", None, "no elements")
+    algorithm, reason = choose(sum(a.size for a in avals) * dtype.itemsize)
+    return plan("native", algorithm, "; ".join(filter(None, (reason, team.note))))
 
 
 def choose_psum_algorithm(

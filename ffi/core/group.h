@@ -16,15 +16,6 @@ namespace jax_overlap {
 template <class T>
 constexpr size_t kSliceAlign = 64 / sizeof(T);
 
-template <class T, class Threads>
-JO_HD void Copy(const Threads& threads, const T* from, size_t n, T* to) {
-#if defined(__CUDACC__)
-  for (size_t i = threads.index(); i < n; i += threads.count()) to[i] = from[i];
-#else
-  if (threads.index() == 0) memcpy(to, from, n * sizeof(T));
-#endif
-}
-
 // Stores `n` elements at `slot` of the peer's heap, and then says so: the signal
 // releases what all threads of this rank have stored before the sync.
 template <class T, class Threads, class Link>

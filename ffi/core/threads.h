@@ -6,6 +6,9 @@
 //                                      the others wrote before
 #pragma once
 
+#include <cstddef>
+#include <cstring>
+
 #include "core/annotations.h"
 
 namespace jax_overlap {
@@ -25,5 +28,15 @@ struct BlockThreads {
   __device__ __forceinline__ void sync() const { __syncthreads(); }
 };
 #endif
+
+// Copies `n` elements, by all threads together.
+template <class T, class Threads>
+JO_HD void Copy(const Threads& threads, const T* from, size_t n, T* to) {
+#if defined(__CUDACC__)
+  for (size_t i = threads.index(); i < n; i += threads.count()) to[i] = from[i];
+#else
+  if (threads.index() == 0) memcpy(to, from, n * sizeof(T));
+#endif
+}
 
 }  // namespace jax_overlap

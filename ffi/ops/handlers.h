@@ -13,6 +13,9 @@ struct Handler {
   void* state_info;
 };
 
+Handler AllGatherHandler();
+Handler AllToAllHandler();
 Handler PsumHandler();
+Handler PsumScatterHandler();
 
 }  // namespace jax_overlap

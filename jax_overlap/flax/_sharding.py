@@ -286,9 +286,7 @@ def apply_attention(
         [_mask_spec(m, leads[0], options.axis_name) for m in masks],
         [(k, None if b is None else s) for (_, b), (k, s) in zip(params, specs)],
     )
-    return region.run(
-        body, (distinct, masks, params), in_specs, P(*leads[0], None)
-    )
+    return region.run(body, (distinct, masks, params), in_specs, P(*leads[0], None))
 
 
 def _mask_spec(mask: jax.Array, lead: tuple[Any, ...], axis_name: str) -> P:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import core, lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import get_abstract_mesh
 
 from jax_overlap import _compat, _native, errors
 from jax_overlap.plan import NATIVE_DTYPES, Plan, Situation, current_processes, lowered
+from jax_overlap.team import Team, make_team
 
 IMPLEMENTATIONS = ("reference", "native")
 
@@ -66,6 +73,51 @@ def situation_of(ctx) -> tuple:
     return mesh, Situation(
         _compat.platforms(ctx), frozenset(mesh.axis_names), manual, current_processes()
     )
+
+
+# The plan of each primitive: (avals, team, situation, **parameters) -> Plan. The
+# lowering acts on it and `jax_overlap.explain` shows it.
+planners: dict[Primitive, Callable[..., Plan]] = {}
+
+
+def plan_lowering(ctx, primitive, params: dict) -> tuple[Team, Plan]:
+    """The team and the plan of a call that is lowered; counts the plan."""
+    mesh, situation = situation_of(ctx)
+    team = make_team(mesh, params["axes"], params["axis_index_groups"])
+    plan = planners[primitive](ctx.avals_in, team, situation, **params)
+    count_or_refuse(plan, params["implementation"])
+    return team, plan
+
+
+def lower_to_lax(ctx, reference, xs, invariant: bool | None = None, **params):
+    """Lowers to `reference`, traced with `check_vma` as the op was."""
+    rule = mlir.lower_fun(reference, multiple_results=True)
+    if invariant is None:
+        return rule(ctx, *xs, **params)
+    with _compat.set_check_vma(invariant):
+        return rule(ctx, *xs, **params)
+
+
+def lower_to_handler(ctx, target: str, team: Team, axes, xs, **attributes):
+    """Lowers to an FFI call with the attributes that all handlers have, and its own."""
+    assert team.groups is not None  # or the plan would not be native
+    device, device_aval = device_operand(ctx)
+    return jax.ffi.ffi_lowering(target)(
+        ctx.replace(avals_in=[device_aval, *ctx.avals_in]),
+        device,
+        *xs,
+        abi=np.int64(_native.ABI),
+        axes=str(axes),
+        groups=team.groups.reshape(-1),
+        group_size=np.int64(team.ranks),
+        node_size=np.int64(team.node_size),
+        **{name: np.int64(value) for name, value in attributes.items()},
+    )
+
+
+def hashable_groups(groups):
+    """`axis_index_groups` as a parameter of a primitive."""
+    return None if groups is None else tuple(tuple(map(int, g)) for g in groups)
 
 
 def count_or_refuse(plan: Plan, implementation) -> None:

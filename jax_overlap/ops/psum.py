@@ -25,8 +25,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_overlap import _compat, _native
 from jax_overlap.ops import _collective
-from jax_overlap.plan import PSUM_ALGORITHMS, plan_psum
-from jax_overlap.team import make_team
+from jax_overlap.plan import PSUM_ALGORITHMS, choose_psum_algorithm, make_plan
 
 
 def reference(*xs, axes, axis_index_groups):
@@ -93,7 +92,7 @@ def psum(
             _collective.check_native_dtype("psum", implementation, sums[i].dtype)
             native.setdefault(sums[i].dtype, []).append(i)
     params = {
-        "axis_index_groups": _hashable(axis_index_groups),
+        "axis_index_groups": _collective.hashable_groups(axis_index_groups),
         "implementation": implementation,
         "algorithm": algorithm,
     }
@@ -113,10 +112,6 @@ def _left_to_lax(leaf, axes, axis_index_groups) -> bool:
         or bool(_compat.unreduced(leaf) & set(axes))
         or (axis_index_groups is not None and _compat.check_vma())
     )
-
-
-def _hashable(groups):
-    return None if groups is None else tuple(tuple(map(int, g)) for g in groups)
 
 
 def _bind(xs, axes, invariant, params):
@@ -160,33 +155,28 @@ def _out_type(aval, axes, invariant):
 
 
 # ------------------------------------------------------------------ lowering
-def _lower(ctx, *xs, axes, invariant, axis_index_groups, implementation, algorithm):
-    mesh, situation = _collective.situation_of(ctx)
-    team = make_team(mesh, axes, axis_index_groups)
-    plan = plan_psum(axes, ctx.avals_in, team, situation, implementation, algorithm)
-    _collective.count_or_refuse(plan, implementation)
+def _plan(avals, team, situation, *, axes, implementation, algorithm, **_):
+    choose = partial(choose_psum_algorithm, team=team, forced=algorithm)
+    return make_plan("psum", axes, avals, team, situation, implementation, choose)
+
+
+def _lower(ctx, *xs, **params):
+    team, plan = _collective.plan_lowering(ctx, psum_p, params)
+    axes = params["axes"]
     if plan.implementation == "identity":
         return xs
     if plan.implementation == "lax":
-        rule = mlir.lower_fun(reference, multiple_results=True)
-        with _compat.set_check_vma(invariant):
-            return rule(ctx, *xs, axes=axes, axis_index_groups=axis_index_groups)
-    assert team.groups is not None  # or the plan would not be native
-    assert plan.algorithm is not None
-    device, device_aval = _collective.device_operand(ctx)
-    return jax.ffi.ffi_lowering("jax_overlap.psum")(
-        ctx.replace(avals_in=[device_aval, *ctx.avals_in]),
-        device,
-        *xs,
-        abi=np.int64(_native.ABI),
-        axes=str(axes),
-        groups=team.groups.reshape(-1),
-        group_size=np.int64(team.ranks),
-        node_size=np.int64(team.node_size),
-        algorithm=np.int64(PSUM_ALGORITHMS[plan.algorithm]),
+        groups, invariant = params["axis_index_groups"], params["invariant"]
+        return _collective.lower_to_lax(
+            ctx, reference, xs, invariant, axes=axes, axis_index_groups=groups
+        )
+    algorithm = PSUM_ALGORITHMS[plan.algorithm]
+    return _collective.lower_to_handler(
+        ctx, "jax_overlap.psum", team, axes, xs, algorithm=algorithm
     )
 
 
+_collective.planners[psum_p] = _plan
 mlir.register_lowering(psum_p, _lower)
 mlir.register_lowering(psum_p, _lower, platform="cpu")
 
@@ -195,7 +185,7 @@ mlir.register_lowering(psum_p, _lower, platform="cpu")
 def _jvp(primals, tangents, *, axes, invariant, **params):
     outs = psum_p.bind(*primals, axes=axes, invariant=invariant, **params)
     live = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    out_tangents = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+    out_tangents = [ad.Zero(_compat.tangent_type(out)) for out in outs]
     if live:
         sums = _bind([tangents[i] for i in live], axes, invariant, params)
         for i, t in zip(live, sums, strict=True):

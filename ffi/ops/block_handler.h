@@ -1,0 +1,116 @@
+// The CPU handler of an op on blocks: its program, call site and registration.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "core/host_op.h"
+#include "ops/block_op.h"
+#include "ops/handlers.h"
+
+namespace jax_overlap {
+
+// What all calls of one HLO instruction have in common. `Op` has a name and the
+// algorithm: struct Op { static constexpr char kTarget[]; using Algorithm = ...; }
+template <class Op>
+struct BlockSite {
+  static xla::ffi::TypeId id;
+
+  HostSite host;
+  size_t outer;
+  size_t inner;
+};
+
+template <class Op>
+xla::ffi::TypeId BlockSite<Op>::id = {};
+
+template <class Op>
+class BlockProgram : public HostProgram {
+ public:
+  BlockProgram(const BlockSite<Op>& site, HostTeam& team, xla::ffi::DataType dtype,
+               std::unique_ptr<HostCall> call)
+      : HostProgram(site.host, team, std::move(call)),
+        blocks_{site.host.ranks(), site.outer, site.inner},
+        dtype_(dtype) {}
+
+  // Operands are read and written in place: nothing is taken, nobody waits.
+  std::string Prepare() override { return ""; }
+  void Finish() override {}
+  bool waits() const override { return false; }
+  size_t total_bytes() const override {
+    return blocks_.part_size() * blocks_.parts * xla::ffi::ByteWidth(dtype_) * blocks_.parts;
+  }
+
+  void RunRank(int rank, Waiter& waiter) override {
+    WithElementType(dtype_, [&](auto element) {
+      using T = decltype(element);
+      HostLink<true> link(rank, site().ranks(), nullptr, call().inputs.data(),
+                          call().outputs.data(), waiter, deadline());
+      RunBlocks<typename Op::Algorithm>(OneThread{}, link, nullptr, 0, blocks_,
+                                        static_cast<const T*>(call().inputs[rank]),
+                                        static_cast<T*>(call().outputs[rank]));
+    });
+  }
+
+ private:
+  const Blocks blocks_;
+  const xla::ffi::DataType dtype_;
+};
+
+template <class Op>
+xla::ffi::ErrorOr<std::unique_ptr<BlockSite<Op>>> InstantiateBlockOp(
+    int64_t abi, std::string_view axes, xla::ffi::Span<const int64_t> groups, int64_t group_size,
+    int64_t node_size, int64_t outer, int64_t inner) {
+  auto site = std::make_unique<BlockSite<Op>>();
+  site->outer = static_cast<size_t>(outer);
+  site->inner = static_cast<size_t>(inner);
+  const std::string error = site->host.Init(Op::kTarget, abi, axes, groups, group_size, node_size);
+  if (!error.empty()) {
+    return xla::ffi::Unexpected(xla::ffi::Error::InvalidArgument(error));
+  }
+  return site;
+}
+
+template <class Op>
+xla::ffi::Future ExecuteBlockOp(BlockSite<Op>* site, xla::ffi::RunId run, xla::ffi::ThreadPool pool,
+                                xla::ffi::Dictionary, xla::ffi::Buffer<xla::ffi::U32> device,
+                                xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets) {
+  return ExecuteOnHost(
+      site->host, run, pool, device, args, rets,
+      [site](HostTeam& team, xla::ffi::DataType dtype, std::unique_ptr<HostCall> call) {
+        return std::make_shared<BlockProgram<Op>>(*site, team, dtype, std::move(call));
+      });
+}
+
+// The two stages and their registration, for an `Op` as above.
+#define JO_DEFINE_BLOCK_HANDLER(Op, state_name, HandlerOf)                             \
+  XLA_FFI_DEFINE_HANDLER(k##Op##Instantiate, InstantiateBlockOp<Op>,                   \
+                         xla::ffi::Ffi::BindInstantiate()                              \
+                             .Attr<int64_t>("abi")                                     \
+                             .Attr<std::string_view>("axes")                           \
+                             .Attr<xla::ffi::Span<const int64_t>>("groups")            \
+                             .Attr<int64_t>("group_size")                              \
+                             .Attr<int64_t>("node_size")                               \
+                             .Attr<int64_t>("outer")                                   \
+                             .Attr<int64_t>("inner"));                                 \
+  XLA_FFI_DEFINE_HANDLER(k##Op##Execute, ExecuteBlockOp<Op>,                           \
+                         xla::ffi::Ffi::Bind()                                         \
+                             .Ctx<xla::ffi::State<BlockSite<Op>>>()                    \
+                             .Ctx<xla::ffi::RunId>()                                   \
+                             .Ctx<xla::ffi::ThreadPool>()                              \
+                             .Attrs()                                /* read before */ \
+                             .Arg<xla::ffi::Buffer<xla::ffi::U32>>() /* this device */ \
+                             .RemainingArgs()                        /* one operand */ \
+                             .RemainingRets());                      /* one result */  \
+  xla::ffi::TypeInfo k##Op##Info = xla::ffi::MakeTypeInfo<BlockSite<Op>>();            \
+  Handler HandlerOf() {                                                                \
+    return {Op::kTarget,                                                               \
+            reinterpret_cast<void*>(k##Op##Instantiate),                               \
+            reinterpret_cast<void*>(k##Op##Execute),                                   \
+            state_name,                                                                \
+            &BlockSite<Op>::id,                                                        \
+            &k##Op##Info};                                                             \
+  }
+
+}  // namespace jax_overlap

@@ -1,0 +1,15 @@
+// psum_scatter on the CPU.
+#include "ops/psum_scatter.h"
+
+#include "ops/block_handler.h"
+
+namespace jax_overlap {
+
+struct PsumScatterOp {
+  static constexpr char kTarget[] = "jax_overlap.psum_scatter";
+  using Algorithm = PsumScatter;
+};
+
+JO_DEFINE_BLOCK_HANDLER(PsumScatterOp, "jax_overlap.psum_scatter_site", PsumScatterHandler)
+
+}  // namespace jax_overlap
