@@ -194,7 +194,7 @@ def run_child(*argv: str, env: dict[str, str | None] | None = None, limit: float
         if value is not None:
             full[key] = value
     process = subprocess.Popen(
-        [sys.executable, *argv],
+        [sys.executable, "-P", *argv],  # not the package that lies in this folder
         env=full,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

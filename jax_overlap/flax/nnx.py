@@ -58,17 +58,21 @@ def _cut(layer: Any, specs: tuple[P, P], axis_name: str) -> None:
 
     So the values are those of the plain layer, whatever the number of ranks.
     """
-    local = _sharding.bound_size(axis_name) is not None
     for name, spec in zip(("kernel", "bias"), specs):
         param = getattr(layer, name)
         if param is None or "out_sharding" in param.get_metadata():
             continue  # an initializer with a placement of its own knows better
-        value, extra = param[...], {}
-        if local:  # then the metadata serves out_specs and in_specs only
-            value = _sharding.local_slice(value, spec, axis_name)
-            extra = {"eager_sharding": False}
-        place = nnx.with_partitioning(lambda v: v, tuple(spec), **extra)
-        setattr(layer, name, nnx.Param(place(value)))
+        setattr(layer, name, _placed(param[...], spec, axis_name))
+
+
+def _placed(value: jax.Array, spec: P, axis_name: str) -> nnx.Param:
+    if _sharding.bound_size(axis_name) is None:
+        return nnx.Param(nnx.with_partitioning(lambda: value, tuple(spec))())
+    # Inside shard_map there is nothing for Flax to place. The metadata is the same
+    # as outside, so that the specs of a model made there serve as out_specs here.
+    param = nnx.Param(_sharding.local_slice(value, spec, axis_name))
+    param.set_metadata(out_sharding=tuple(spec), mesh=None)
+    return param
 
 
 def _values(layer: Any, owner: str, shapes, specs, axis_name: str) -> tuple[Any, Any]:
