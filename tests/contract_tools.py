@@ -12,11 +12,7 @@ import re
 import subprocess
 import sys
 
-if "device_count" not in os.environ.get(
-    "XLA_FLAGS", ""
-):  # a test file that is run as a plain program
-    import conftest  # noqa: F401  sets the environment, before jax comes
-
+import cpu_devices  # noqa: F401  sets the environment, before jax comes
 import jax
 import jax.numpy as jnp
 import numpy as np
