@@ -15,7 +15,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 // Bytes of all ranks' operands from which a second thread pays for its wake-up.
-constexpr size_t kHelpFromBytes = 1 << 20;
+constexpr size_t kHelpFromBytes = 4 << 20;
 
 ffi::Error MakeError(const std::string& text) {
   return ffi::Error(ffi::ErrorCode::kInternal, text);

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_overlap.flax import _local, _sharding
+from jax_overlap.flax import _local, _region, _sharding
 
 __all__ = [
     "ColumnParallelLinear",
@@ -58,7 +58,7 @@ def _cut(layer: Any, specs: tuple[P, P], axis_name: str) -> None:
 
     So the values are those of the plain layer, whatever the number of ranks.
     """
-    for name, spec in zip(("kernel", "bias"), specs):
+    for name, spec in zip(("kernel", "bias"), specs, strict=True):
         param = getattr(layer, name)
         if param is None or "out_sharding" in param.get_metadata():
             continue  # an initializer with a placement of its own knows better
@@ -78,7 +78,8 @@ def _placed(value: jax.Array, spec: P, axis_name: str) -> nnx.Param:
 def _values(layer: Any, owner: str, shapes, specs, axis_name: str) -> tuple[Any, Any]:
     """(kernel, bias), and an error where they are not what this place needs."""
     values = layer.kernel[...], None if layer.bias is None else layer.bias[...]
-    for name, value, shape, spec in zip(("kernel", "bias"), values, shapes, specs):
+    rows = zip(("kernel", "bias"), values, shapes, specs, strict=True)
+    for name, value, shape, spec in rows:
         _sharding.check_local(owner, name, value, shape, spec, axis_name)
     return values
 
@@ -134,7 +135,7 @@ class _Linear(nnx.Module):
         self._check()  # the mesh may be another than that of the construction
         shapes = (self.in_features, self.out_features), (self.out_features,)
         params = _values(self, owner, shapes, specs, axis)
-        return _sharding.apply_linear(
+        return _region.apply_linear(
             body, owner, self.options, self.batch_spec, x, params, specs, last
         )
 
@@ -287,7 +288,7 @@ class TensorParallelAttention(nnx.Module):
       >>> mesh = jax.make_mesh((jax.device_count(),), ("tp",))
       >>> with jax.set_mesh(mesh):
       ...     layer = TensorParallelAttention(8, 32, axis_name="tp", rngs=nnx.Rngs(0))
-      ...     y = nnx.jit(lambda m, x: m(x, is_causal=True))(layer, jnp.ones((2, 5, 32)))
+      ...     y = nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((2, 5, 32)))
       >>> y.shape
       (2, 5, 32)
     """
@@ -389,13 +390,13 @@ class TensorParallelAttention(nnx.Module):
             precision=self.options.precision,
             is_causal=is_causal,
         )
-        features = self.in_features, self.in_kv_features
-        return _sharding.apply_attention(
+        features = self.in_features, self.in_kv_features, self.in_kv_features
+        return _region.apply_attention(
             attend,
             owner,
             self.options,
             self.batch_spec,
-            _sharding.qkv_inputs(owner, (inputs_q, inputs_k, inputs_v), features),
+            _region.qkv_inputs(owner, (inputs_q, inputs_k, inputs_v), features),
             mask,
             self._params(owner),
             list(self._specs().values()),
