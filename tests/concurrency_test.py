@@ -223,8 +223,39 @@ except jax.errors.JaxRuntimeError as error:
     print("limit passed")
 """
 
+# XLA's own collectives block the thread that runs into them. The thread that
+# completes a result of ours runs into what comes next, so it may be blocked for
+# ranks that it has yet to complete.
+LAX_RIGHT_AFTER = """
+import contract_tools as tools, jax, numpy as np, jax_overlap
+from contract_tools import line
+from jax import lax
+for n in (2, 4, 8):
+    x = tools.exact(n, (n, 6), np.float32)
+    def fn(x):
+        y = jax_overlap.psum(x, "x")
+        z = lax.psum(y + x, "x")
+        beside = jax_overlap.psum(x + 1, "x"), lax.psum(3 * x, "x")
+        return (y, z, *beside, jax_overlap.psum(z * x, "x"))
+    program = jax.jit(tools.stacked(fn, line(n), check_vma=False))
+    s, operand = x.sum(0), tools.place(x, line(n))
+    want = (s, n * s + s, s + n, 3 * s, (n * s + s) * s)
+    for _ in range(300):
+        for result, right in zip(program(operand), want, strict=True):
+            for part in tools.fetch(result).values():
+                np.testing.assert_array_equal(part, right)
+print("all right")
+"""
 
-class ManyInFlight(absltest.TestCase):
+
+class Children(absltest.TestCase):
+    """In processes of their own, as XLA ends a process whose collective is stuck."""
+
+    def test_lax_right_after_ours(self):
+        child = tools.run_child("-c", LAX_RIGHT_AFTER, limit=100)
+        self.assertFalse(child.timed_out, child.err)
+        self.assertEqual((child.code, child.out.strip()), (0, "all right"), child.err)
+
     def test_500_steps_that_nobody_awaits(self):
         """All right, or an error in time; never an abort, as with lax on few cores."""
         child = tools.run_child(

@@ -12,11 +12,7 @@ import re
 import subprocess
 import sys
 
-if "device_count" not in os.environ.get(
-    "XLA_FLAGS", ""
-):  # a test file that is run as a plain program
-    import conftest  # noqa: F401  sets the environment, before jax comes
-
+import cpu_devices  # noqa: F401  sets the environment, before jax comes
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -194,7 +190,7 @@ def run_child(*argv: str, env: dict[str, str | None] | None = None, limit: float
         if value is not None:
             full[key] = value
     process = subprocess.Popen(
-        [sys.executable, *argv],
+        [sys.executable, "-P", *argv],  # not the package that lies in this folder
         env=full,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

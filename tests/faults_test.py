@@ -69,17 +69,14 @@ def assert_works():
 
 
 class Child(parameterized.TestCase):
-    def run_fault(self, code, *, exits=0, out="", err=None, limit=60, **env):
-        """Runs the code; asserts how it exits and what it prints."""
+    def run_fault(self, code, *, out="", limit=60, **env):
+        """Runs the code; asserts that it ends well and prints `out`."""
         env = {"JAX_OVERLAP_WAIT_TIMEOUT_S": str(LIMIT_S), **env}
         child = tools.run_child("-c", PRELUDE + code, env=env, limit=limit)
         self.assertFalse(child.timed_out, f"hangs\n{child.out}\n{child.err}")
-        self.assertEqual(child.code, exits, f"exit code\n{child.out}\n{child.err}")
+        self.assertEqual(child.code, 0, f"exit code\n{child.out}\n{child.err}")
         self.assertEqual(child.out.strip(), out, child.err)
-        for text in [err] if isinstance(err, str) else err or []:
-            self.assertIn(text, child.err)
-        if err is None and exits == 0:
-            self.assertNotIn("that nobody acknowledged", child.err)
+        self.assertNotIn("that nobody acknowledged", child.err)
 
 
 class MissingRanks(Child):

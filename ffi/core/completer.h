@@ -1,17 +1,19 @@
-// Completes the results of a call without waiting for what XLA runs next.
+// Completes the results of a call so that no completion waits for another.
 //
-// Completing a rank's result runs that rank's program on the completing thread,
-// up to the next thing it has to wait for; and XLA's own collectives wait by
-// blocking. So no completion may have to wait for another to return. A task for
-// each would do that, but waking a thread for each costs more than a small call.
+// Completing a rank's result runs that rank's program on the completing thread, up
+// to the next thing it has to wait for; and XLA's own collectives wait by blocking,
+// for all ranks. So the thread that owns the call must not complete the others': its
+// own rank goes on only after its handler has returned. And one that completes
+// results one after the other may get stuck at the first.
 //
-// Here the thread that owns the call completes one result after the other, and
-// one task stands by to do the same. Whenever a task starts while results are
-// left, it first makes sure that another stands by. If all goes well the owner is
-// done before the second task has started; if it gets stuck, the tasks take over,
-// as many as it takes.
+// Threads of our own do it, as many as it takes: there is always an idle one, or a
+// new one is made. Waking a thread for each result would cost more than a small
+// call, so the first completes one result after the other, and has a second stand by
+// to do the same; a thread that starts while results are left first makes sure that
+// another stands by. If all goes well the first is done before the second has begun.
 #pragma once
 
+#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -20,67 +22,43 @@
 #include <utility>
 #include <vector>
 
-#include "core/fibers.h"
 #include "core/rendezvous.h"
 
 namespace jax_overlap {
 
-class Completer : public std::enable_shared_from_this<Completer> {
+// Runs every task at once, on an idle thread or a new one. Threads are kept.
+class GrowingPool {
  public:
-  // Completes all of `completions`, with `error` unless it is empty. `schedule` is
-  // used only before this returns: it may refer to the caller's stack.
-  static void CompleteAll(std::vector<Completion> completions, const std::string& error,
-                          const Schedule& schedule) {
-    if (completions.empty()) return;
-    auto self = std::shared_ptr<Completer>(new Completer(std::move(completions), error, schedule));
-    {
-      std::lock_guard<std::mutex> lock(self->mutex_);
-      self->StandBy();
-    }
-    self->Work();
-  }
+  static GrowingPool& Get();
+  void Run(std::function<void()> task);
 
  private:
-  Completer(std::vector<Completion> completions, std::string error, const Schedule& schedule)
+  void Loop();
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::function<void()>> tasks_;
+  size_t idle_ = 0;  // threads that wait; each task in the queue has one of them
+};
+
+class Completer : public std::enable_shared_from_this<Completer> {
+ public:
+  // Completes all of `completions`, with `error` unless it is empty; returns at once.
+  static void CompleteAll(std::vector<Completion> completions, std::string error);
+
+ private:
+  Completer(std::vector<Completion> completions, std::string error)
       : left_(std::make_move_iterator(completions.begin()),
               std::make_move_iterator(completions.end())),
-        error_(std::move(error)),
-        schedule_(schedule) {}
+        error_(std::move(error)) {}
 
-  // Has a task standing by while results are left. Results are taken under the
-  // lock, and the owner returns only after it has seen that none is left: so
-  // `schedule_` is alive here.
-  void StandBy() {
-    if (left_.empty() || standing_by_) return;
-    standing_by_ = true;
-    schedule_([self = shared_from_this()] {
-      {
-        std::lock_guard<std::mutex> lock(self->mutex_);
-        self->standing_by_ = false;
-      }
-      self->Work();
-    });
-  }
-
-  void Work() {
-    for (;;) {
-      Completion completion;
-      {
-        std::lock_guard<std::mutex> lock(mutex_);
-        if (left_.empty()) return;
-        completion = std::move(left_.front());
-        left_.pop_front();
-        StandBy();
-      }
-      completion(error_.empty() ? nullptr : &error_);
-    }
-  }
+  void StandBy();  // has a thread standing by while results are left; needs the lock
+  void Work();
 
   std::mutex mutex_;
   std::deque<Completion> left_;
   bool standing_by_ = false;
   const std::string error_;
-  const Schedule& schedule_;
 };
 
 }  // namespace jax_overlap

@@ -15,7 +15,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 // Bytes of all ranks' operands from which a second thread pays for its wake-up.
-constexpr size_t kHelpFromBytes = 1 << 20;
+constexpr size_t kHelpFromBytes = 4 << 20;
 
 ffi::Error MakeError(const std::string& text) {
   return ffi::Error(ffi::ErrorCode::kInternal, text);
@@ -115,15 +115,17 @@ ffi::Future ExecuteOnHost(const HostSite& site, ffi::RunId run, ffi::ThreadPool 
   std::unique_ptr<HostCall> arrived =
       site.rendezvous().Arrive(run.run_id, group, rank, std::move(operands), std::move(completion));
   if (arrived != nullptr) {
-    std::vector<Completion> completions = std::move(arrived->completions);
-    std::swap(completions[rank], completions.back());  // this rank's own comes last
+    std::vector<Completion> others = std::move(arrived->completions);
+    const Completion own = std::move(others[rank]);
+    others.erase(others.begin() + rank);
     const Schedule schedule = [&pool](std::function<void()> task) {
       pool.Schedule(std::move(task));
     };
     const std::string error =
         Run(make_program(site.team(group), dtype, std::move(arrived)), schedule);
     if (!error.empty()) Ledger::Get().Record(error);
-    Completer::CompleteAll(std::move(completions), error, schedule);
+    Completer::CompleteAll(std::move(others), error);
+    own(error.empty() ? nullptr : &error);  // nobody listens yet, so nothing runs here
   }
   return future;
 }

@@ -108,7 +108,7 @@ def dot(x: jax.Array, kernel: jax.Array, contracted: int, precision: Any) -> jax
 
 
 def column(x, kernel, bias, options: Options) -> jax.Array:
-    """x @ kernel + bias for this rank's columns of kernel."""
+    """This rank's columns of x @ kernel + bias."""
     x, kernel, bias = promote(options.dtype, x, kernel, bias)
     y = dot(enter(x, options), kernel, 1, options.precision)
     return y if bias is None else y + bias

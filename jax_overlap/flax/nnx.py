@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_overlap.flax import _local, _sharding
+from jax_overlap.flax import _local, _region, _sharding
 
 __all__ = [
     "ColumnParallelLinear",
@@ -58,23 +58,28 @@ def _cut(layer: Any, specs: tuple[P, P], axis_name: str) -> None:
 
     So the values are those of the plain layer, whatever the number of ranks.
     """
-    local = _sharding.bound_size(axis_name) is not None
-    for name, spec in zip(("kernel", "bias"), specs):
+    for name, spec in zip(("kernel", "bias"), specs, strict=True):
         param = getattr(layer, name)
         if param is None or "out_sharding" in param.get_metadata():
             continue  # an initializer with a placement of its own knows better
-        value, extra = param[...], {}
-        if local:  # then the metadata serves out_specs and in_specs only
-            value = _sharding.local_slice(value, spec, axis_name)
-            extra = {"eager_sharding": False}
-        place = nnx.with_partitioning(lambda v: v, tuple(spec), **extra)
-        setattr(layer, name, nnx.Param(place(value)))
+        setattr(layer, name, _placed(param[...], spec, axis_name))
+
+
+def _placed(value: jax.Array, spec: P, axis_name: str) -> nnx.Param:
+    if _sharding.bound_size(axis_name) is None:
+        return nnx.Param(nnx.with_partitioning(lambda: value, tuple(spec))())
+    # Inside shard_map there is nothing for Flax to place. The metadata is the same
+    # as outside, so that the specs of a model made there serve as out_specs here.
+    param = nnx.Param(_sharding.local_slice(value, spec, axis_name))
+    param.set_metadata(out_sharding=tuple(spec), mesh=None)
+    return param
 
 
 def _values(layer: Any, owner: str, shapes, specs, axis_name: str) -> tuple[Any, Any]:
     """(kernel, bias), and an error where they are not what this place needs."""
     values = layer.kernel[...], None if layer.bias is None else layer.bias[...]
-    for name, value, shape, spec in zip(("kernel", "bias"), values, shapes, specs):
+    rows = zip(("kernel", "bias"), values, shapes, specs, strict=True)
+    for name, value, shape, spec in rows:
         _sharding.check_local(owner, name, value, shape, spec, axis_name)
     return values
 
@@ -130,7 +135,7 @@ class _Linear(nnx.Module):
         self._check()  # the mesh may be another than that of the construction
         shapes = (self.in_features, self.out_features), (self.out_features,)
         params = _values(self, owner, shapes, specs, axis)
-        return _sharding.apply_linear(
+        return _region.apply_linear(
             body, owner, self.options, self.batch_spec, x, params, specs, last
         )
 
@@ -283,7 +288,7 @@ class TensorParallelAttention(nnx.Module):
       >>> mesh = jax.make_mesh((jax.device_count(),), ("tp",))
       >>> with jax.set_mesh(mesh):
       ...     layer = TensorParallelAttention(8, 32, axis_name="tp", rngs=nnx.Rngs(0))
-      ...     y = nnx.jit(lambda m, x: m(x, is_causal=True))(layer, jnp.ones((2, 5, 32)))
+      ...     y = nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((2, 5, 32)))
       >>> y.shape
       (2, 5, 32)
     """
@@ -385,13 +390,13 @@ class TensorParallelAttention(nnx.Module):
             precision=self.options.precision,
             is_causal=is_causal,
         )
-        features = self.in_features, self.in_kv_features
-        return _sharding.apply_attention(
+        features = self.in_features, self.in_kv_features, self.in_kv_features
+        return _region.apply_attention(
             attend,
             owner,
             self.options,
             self.batch_spec,
-            _sharding.qkv_inputs(owner, (inputs_q, inputs_k, inputs_v), features),
+            _region.qkv_inputs(owner, (inputs_q, inputs_k, inputs_v), features),
             mask,
             self._params(owner),
             list(self._specs().values()),

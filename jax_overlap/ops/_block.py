@@ -47,7 +47,7 @@ def bind(
         _collective.make_varying(x, axes),
         axes=axes,
         dimension=dimension,
-        axis_index_groups=_collective.hashable_groups(axis_index_groups),
+        axis_index_groups=axis_index_groups,
         axis_size=axis_size,
         implementation=implementation,
     )

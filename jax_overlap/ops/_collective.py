@@ -50,6 +50,20 @@ def canonical_axes(op: str, axis_name) -> tuple:
     return _compat.without_unit_axes(axes)
 
 
+def checked_groups(op: str, groups, axes: tuple):
+    """`axis_index_groups` as tuples, each index along `axes` once."""
+    if groups is None:
+        return None
+    groups = tuple(tuple(map(int, group)) for group in groups)
+    size = lax.axis_size(axes) if axes else 1
+    if not all(groups) or sorted(i for g in groups for i in g) != list(range(size)):
+        raise ValueError(
+            f"{op}: axis_index_groups has to hold each index along {axes}, 0 to "
+            f"{size - 1}, once, in groups that are not empty, but is {groups}."
+        )
+    return groups
+
+
 def split_axes(axes: tuple) -> tuple[tuple, tuple]:
     """(axes of the mesh, others), which are those of `jax.vmap`."""
     manual = get_abstract_mesh().manual_axes
@@ -113,11 +127,6 @@ def lower_to_handler(ctx, target: str, team: Team, axes, xs, **attributes):
         node_size=np.int64(team.node_size),
         **{name: np.int64(value) for name, value in attributes.items()},
     )
-
-
-def hashable_groups(groups):
-    """`axis_index_groups` as a parameter of a primitive."""
-    return None if groups is None else tuple(tuple(map(int, g)) for g in groups)
 
 
 def count_or_refuse(plan: Plan, implementation) -> None:

@@ -65,6 +65,9 @@ def all_gather(
     """
     _collective.check_options("all_gather", implementation, None, ())
     axes = _collective.canonical_axes("all_gather", axis_name)
+    axis_index_groups = _collective.checked_groups(
+        "all_gather", axis_index_groups, axes
+    )
 
     def one(leaf):
         ndim = leaf.ndim + (not tiled)

@@ -74,6 +74,9 @@ def all_to_all(
     """
     _collective.check_options("all_to_all", implementation, None, ())
     axes = _collective.canonical_axes("all_to_all", axis_name)
+    axis_index_groups = _collective.checked_groups(
+        "all_to_all", axis_index_groups, axes
+    )
 
     def one(leaf):
         size = _block.group_size(axes, axis_index_groups)

@@ -65,7 +65,8 @@ def psum(
     Raises:
       NameError: `axis_name` is not bound; call it inside `jax.shard_map`.
       TypeError: `implementation="native"` and a dtype that is not native.
-      ValueError: an unknown `implementation` or `algorithm`, or an axis named twice.
+      ValueError: an unknown `implementation` or `algorithm`, an axis named twice, or
+        groups that do not hold each index along the axis once.
       NotImplementedError: `implementation="native"` where it is not possible.
       OverlapError: an earlier call has failed and nobody acknowledged it.
 
@@ -80,6 +81,7 @@ def psum(
     """
     _collective.check_options("psum", implementation, algorithm, PSUM_ALGORITHMS)
     axes = _collective.canonical_axes("psum", axis_name)
+    axis_index_groups = _collective.checked_groups("psum", axis_index_groups, axes)
     leaves, treedef = jax.tree.flatten(x)
     sums = list(leaves)
     native: dict[np.dtype, list[int]] = {}
@@ -92,7 +94,7 @@ def psum(
             _collective.check_native_dtype("psum", implementation, sums[i].dtype)
             native.setdefault(sums[i].dtype, []).append(i)
     params = {
-        "axis_index_groups": _collective.hashable_groups(axis_index_groups),
+        "axis_index_groups": axis_index_groups,
         "implementation": implementation,
         "algorithm": algorithm,
     }

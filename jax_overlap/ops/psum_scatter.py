@@ -70,6 +70,9 @@ def psum_scatter(
     """
     _collective.check_options("psum_scatter", implementation, None, ())
     axes = _collective.canonical_axes("psum_scatter", axis_name)
+    axis_index_groups = _collective.checked_groups(
+        "psum_scatter", axis_index_groups, axes
+    )
 
     def one(leaf):
         size = _block.group_size(axes, axis_index_groups)
