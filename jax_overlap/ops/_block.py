@@ -10,7 +10,6 @@ import math
 from functools import partial
 
 from jax import lax
-from jax.core import Tracer
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
@@ -25,11 +24,21 @@ _ALGORITHM = ("direct", "peers' operands are addressed in place")
 def left_to_lax(x, axes) -> bool:
     """Whether `jax.lax` has to do, or to refuse, what is not between devices."""
     return (
-        not isinstance(x, Tracer)
-        or not axes
+        not axes
         or bool(_collective.split_axes(axes)[1])
         or bool(_compat.unreduced(x) & set(axes))
     )
+
+
+def checked_groups(op: str, groups, axes):
+    """`axis_index_groups` as tuples, of one size."""
+    groups = _collective.checked_groups(op, groups, axes)
+    sizes = sorted({len(group) for group in groups or ()})
+    if len(sizes) > 1:  # jax.lax finds out, if at all, when it is lowered
+        raise ValueError(
+            f"{op}: axis_index_groups have to be of one size, but have {sizes}."
+        )
+    return groups
 
 
 def group_size(axes, axis_index_groups) -> int:
@@ -109,7 +118,13 @@ def _lower(op, primitive, reference, ctx, x, **params):
     axes, dimension = params["axes"], params["dimension"]
     if plan.implementation == "identity" and team.ranks == 1:
         return [x]
-    if plan.implementation != "native":  # also without elements: the shape changes
+    if plan.implementation == "identity":  # no elements, and another shape
+        (out,) = ctx.avals_out
+        zeros = mlir.lower_fun(
+            lambda _: lax.full(out.shape, 0, out.dtype), multiple_results=False
+        )
+        return zeros(ctx, x)
+    if plan.implementation == "lax":
         return _collective.lower_to_lax(
             ctx,
             lambda x: [reference(x, axes, dimension, params["axis_index_groups"])],

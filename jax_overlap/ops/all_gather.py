@@ -65,11 +65,16 @@ def all_gather(
     """
     _collective.check_options("all_gather", implementation, None, ())
     axes = _collective.canonical_axes("all_gather", axis_name)
-    axis_index_groups = _collective.checked_groups(
-        "all_gather", axis_index_groups, axes
-    )
+    axis_index_groups = _block.checked_groups("all_gather", axis_index_groups, axes)
+    if implementation == "native" and to != "varying":
+        raise NotImplementedError(
+            f"all_gather: implementation='native' does not make to={to!r}. "
+            "implementation=None leaves it to jax.lax."
+        )
+    lax_axes = axes if isinstance(axis_name, list) else axis_name
 
     def one(leaf):
+        leaf = jax.numpy.asarray(leaf)
         ndim = leaf.ndim + (not tiled)
         dimension = axis + (ndim if axis < 0 else 0)
         if (
@@ -79,7 +84,7 @@ def all_gather(
         ):
             return lax.all_gather(
                 leaf,
-                axes,
+                lax_axes,
                 axis_index_groups=axis_index_groups,
                 axis=axis,
                 tiled=tiled,

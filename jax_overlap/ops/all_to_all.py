@@ -74,11 +74,11 @@ def all_to_all(
     """
     _collective.check_options("all_to_all", implementation, None, ())
     axes = _collective.canonical_axes("all_to_all", axis_name)
-    axis_index_groups = _collective.checked_groups(
-        "all_to_all", axis_index_groups, axes
-    )
+    axis_index_groups = _block.checked_groups("all_to_all", axis_index_groups, axes)
+    lax_axes = axes if isinstance(axis_name, list) else axis_name
 
     def one(leaf):
+        leaf = jax.numpy.asarray(leaf)
         size = _block.group_size(axes, axis_index_groups)
         split, concat = (
             a + (leaf.ndim if a < 0 else 0) for a in (split_axis, concat_axis)
@@ -90,7 +90,7 @@ def all_to_all(
         ):
             return lax.all_to_all(
                 leaf,
-                axes,
+                lax_axes,
                 split_axis,
                 concat_axis,
                 axis_index_groups=axis_index_groups,
@@ -113,14 +113,17 @@ def all_to_all(
             return exchange(leaf, split)
         # [.., size, part, ..] with the parts first, exchanged, then put in place.
         shape = leaf.shape
-        parts = leaf.reshape(*shape[:split], size, -1, *shape[split + 1 :])
+        part = shape[split] // size
+        parts = leaf.reshape(*shape[:split], size, part, *shape[split + 1 :])
         received = exchange(jax.numpy.moveaxis(parts, split, 0), 0)
         if not tiled:
             return jax.numpy.moveaxis(lax.squeeze(received, (split + 1,)), 0, concat)
         placed = jax.numpy.moveaxis(received, 0, concat)
-        return placed.reshape(*placed.shape[:concat], -1, *placed.shape[concat + 2 :])
+        shape = placed.shape
+        joined = shape[concat] * shape[concat + 1]
+        return placed.reshape(*shape[:concat], joined, *shape[concat + 2 :])
 
-    return jax.tree.map(one, x) if axes else x
+    return jax.tree.map(one, x)
 
 
 all_to_all_p = _block.make_primitive("all_to_all", reference, lambda size, ranks: size)

@@ -70,11 +70,11 @@ def psum_scatter(
     """
     _collective.check_options("psum_scatter", implementation, None, ())
     axes = _collective.canonical_axes("psum_scatter", axis_name)
-    axis_index_groups = _collective.checked_groups(
-        "psum_scatter", axis_index_groups, axes
-    )
+    axis_index_groups = _block.checked_groups("psum_scatter", axis_index_groups, axes)
+    lax_axes = axes if isinstance(axis_name, list) else axis_name
 
     def one(leaf):
+        leaf = jax.numpy.asarray(leaf)
         size = _block.group_size(axes, axis_index_groups)
         dimension = scatter_dimension + (leaf.ndim if scatter_dimension < 0 else 0)
         if (
@@ -86,7 +86,7 @@ def psum_scatter(
         ):
             return lax.psum_scatter(
                 leaf,
-                axes,
+                lax_axes,
                 scatter_dimension=scatter_dimension,
                 axis_index_groups=axis_index_groups,
                 tiled=tiled,
