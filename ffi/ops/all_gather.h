@@ -21,7 +21,7 @@ struct AllGather {
         Copy(threads, from + (at - begin), n, to + i);
       });
     };
-    for (int k = 1; k < size; ++k) {
+    for (int k = FirstPeer(); k < size; ++k) {
       const int peer = Rotated(rank, k, size);
       if constexpr (Link::kDirect) {
         place(rank, in + begin, link.Output(out, peer));
@@ -32,7 +32,7 @@ struct AllGather {
     }
     place(rank, in + begin, out);
     if constexpr (!Link::kDirect) {
-      for (int k = 1; k < size; ++k) {
+      for (int k = FirstPeer(); k < size; ++k) {
         const int source = Rotated(rank, k, size);
         place(source, inbox.Receive(threads, link, sequence, source), out);
       }

@@ -16,8 +16,8 @@ struct AllToAll {
                         uint64_t sequence, const Blocks& blocks, size_t begin, size_t end,
                         const T* in, T* out) {
     const int rank = link.rank(), size = blocks.parts;
-    const size_t stride = blocks.inner;  // from a part to the next
-    for (int k = 1; k <= size; ++k) {    // the own part, for which nobody waits, last
+    const size_t stride = blocks.inner;          // from a part to the next
+    for (int k = FirstPeer(); k <= size; ++k) {  // the own part, for which nobody waits, last
       const int peer = Rotated(rank, k, size);
       if (Link::kDirect || peer == rank) {
         T* const target = link.Output(out, peer);
@@ -33,7 +33,7 @@ struct AllToAll {
       }
     }
     if constexpr (!Link::kDirect) {
-      for (int k = 1; k < size; ++k) {
+      for (int k = FirstPeer(); k < size; ++k) {
         const int source = Rotated(rank, k, size);
         const T* const slot = inbox.Receive(threads, link, sequence, source);
         blocks.ForRuns(source, begin, end, [&](size_t at, size_t i, size_t n) {

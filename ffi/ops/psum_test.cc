@@ -3,88 +3,13 @@
 // ThreadSanitizer and AddressSanitizer; with a mutant it has to fail.
 #include "ops/psum.h"
 
-#include <algorithm>
-#include <cstring>
-#include <memory>
-#include <random>
-#include <thread>
+#include <string>
 #include <vector>
 
-#include "core/fibers.h"
-#include "core/host_link.h"
-#include "core/testing.h"
+#include "ops/team_test.h"
 
 namespace jax_overlap {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-// Now and then lets the others go first: between any two steps of the protocol.
-template <bool Direct>
-class DelayedLink : public HostLink<Direct> {
- public:
-  template <class... Args>
-  explicit DelayedLink(unsigned seed, Args&&... args)
-      : HostLink<Direct>(std::forward<Args>(args)...), random_(seed) {}
-
-  void StoreCell(Cell* mine, int peer, uint64_t data, uint32_t epoch) {
-    Delay(64);
-    HostLink<Direct>::StoreCell(mine, peer, data, epoch);
-  }
-  uint64_t LoadCell(const Cell* mine, uint32_t epoch, Where where) {
-    Delay(64);
-    return HostLink<Direct>::LoadCell(mine, epoch, where);
-  }
-  void Signal(uint64_t* mine, int peer, uint64_t value) {
-    Delay(2);
-    HostLink<Direct>::Signal(mine, peer, value);
-    Delay(2);
-  }
-  void Wait(const uint64_t* mine, uint64_t value, Where where) {
-    Delay(2);
-    HostLink<Direct>::Wait(mine, value, where);
-  }
-
- private:
-  void Delay(unsigned one_in) {
-    if (random_() % one_in != 0) return;
-    random_() % 8 == 0 ? std::this_thread::sleep_for(std::chrono::microseconds(random_() % 200))
-                       : std::this_thread::yield();
-  }
-  std::minstd_rand random_;
-};
-
-// Small integers are exact in every type, so every order of the sum gives them.
-template <class T>
-T FromInt(int value) {
-  return Numeric<T>::Narrow(static_cast<Acc<T>>(value));
-}
-int InputAt(int rank, size_t i, int call) {
-  return static_cast<int>((i * 7 + rank * 3 + call * 5) % 7) - 3;
-}
-
-constexpr unsigned char kGuard = 0xA5;
-
-// Memory with guard bytes on both sides that starts at a cache line.
-class Guarded {
- public:
-  Guarded(size_t bytes, unsigned char fill) : bytes_(bytes), lines_(2 + CeilDiv(bytes, 64)) {
-    std::memset(lines_.data(), kGuard, lines_.size() * sizeof(Word));
-    std::memset(data(), fill, bytes_);
-  }
-  char* data() { return reinterpret_cast<char*>(lines_.data() + 1); }
-  bool Intact() {
-    const auto* begin = reinterpret_cast<const unsigned char*>(lines_.data());
-    const unsigned char* end = begin + lines_.size() * sizeof(Word);
-    const auto* inside = reinterpret_cast<const unsigned char*>(data());
-    const auto is_guard = [](unsigned char byte) { return byte == kGuard; };
-    return std::all_of(begin, inside, is_guard) && std::all_of(inside + bytes_, end, is_guard);
-  }
-
- private:
-  size_t bytes_;
-  std::vector<Word> lines_;  // aligned as the heap is
-};
 
 struct Case {
   int size;
@@ -94,67 +19,23 @@ struct Case {
   bool fibers = false;
 };
 
-// Several calls on one channel, without a barrier between them: a fast rank may
-// be a call ahead, as on a GPU.
+// Several calls on one channel.
 template <class Algorithm, bool Direct, class T>
 void Check(const Case& c, unsigned seed) {
   const TeamShape shape{0, c.size, c.node_size};
-  const size_t bytes = PsumChannelBytes<Algorithm>(shape, c.capacity);
-  const int calls = static_cast<int>(c.counts.size());
-  std::vector<std::unique_ptr<Guarded>> heaps;
-  std::vector<std::vector<std::unique_ptr<Guarded>>> inputs(calls), outputs(calls);
-  std::vector<char*> heap_of;
-  std::vector<std::vector<const void*>> input_of(calls);
-  std::vector<std::vector<void*>> output_of(calls);
-  for (int rank = 0; rank < c.size; ++rank) {
-    heaps.push_back(std::make_unique<Guarded>(bytes, 0));
-    heap_of.push_back(heaps.back()->data());
-  }
-  for (int call = 0; call < calls; ++call) {
-    const size_t n = c.counts[call];
-    for (int rank = 0; rank < c.size; ++rank) {
-      inputs[call].push_back(std::make_unique<Guarded>(n * sizeof(T), 0));
-      outputs[call].push_back(std::make_unique<Guarded>(n * sizeof(T), 0xEE));
-      T* in = reinterpret_cast<T*>(inputs[call].back()->data());
-      for (size_t i = 0; i < n; ++i) in[i] = FromInt<T>(InputAt(rank, i, call));
-      input_of[call].push_back(in);
-      output_of[call].push_back(outputs[call].back()->data());
-    }
-  }
-  const RankProgram program = [&](int rank, Waiter& waiter) {
-    for (int call = 0; call < calls; ++call) {
-      DelayedLink<Direct> link(seed + rank, rank, c.size, heap_of.data(), input_of[call].data(),
-                               output_of[call].data(), waiter,
-                               Clock::now() + std::chrono::seconds(10));
-      RunPsum<Algorithm>(OneThread{}, link, {rank, c.size, c.node_size}, heap_of[rank], c.capacity,
-                         static_cast<const T*>(input_of[call][rank]), c.counts[call],
-                         static_cast<T*>(output_of[call][rank]));
-      JO_CHECK_IN(!link.failed(), "size %d node %d call %d rank %d waits for %d in step %d", c.size,
-                  c.node_size, call, rank, link.status().peer, link.status().step);
-    }
-  };
-  if (c.fibers) {
-    RunRanks(c.size, /*waits=*/true, /*helpers=*/0, {}, program);
-  } else {
-    RunRanksAsThreads(c.size, program);
-  }
-  for (int call = 0; call < calls; ++call) {
-    for (int rank = 0; rank < c.size; ++rank) {
-      const T* out = reinterpret_cast<const T*>(outputs[call][rank]->data());
-      const T* in = reinterpret_cast<const T*>(inputs[call][rank]->data());
-      for (size_t i = 0; i < c.counts[call]; ++i) {
-        int sum = 0;
-        for (int r = 0; r < c.size; ++r) sum += InputAt(r, i, call);
-        const T expected = FromInt<T>(sum), unchanged = FromInt<T>(InputAt(rank, i, call));
-        JO_CHECK_IN(std::memcmp(&out[i], &expected, sizeof(T)) == 0,
-                    "size %d node %d call %d of %zu elements, rank %d, element %zu", c.size,
-                    c.node_size, call, c.counts[call], rank, i);
-        JO_CHECK(std::memcmp(&in[i], &unchanged, sizeof(T)) == 0);
-      }
-      JO_CHECK(inputs[call][rank]->Intact() && outputs[call][rank]->Intact());
-    }
-  }
-  for (auto& heap : heaps) JO_CHECK(heap->Intact());
+  TestTeam<T> team(c.size, PsumChannelBytes<Algorithm>(shape, c.capacity),
+                   "size " + std::to_string(c.size) + " node " + std::to_string(c.node_size));
+  for (size_t n : c.counts) team.AddCall(n, n);
+  team.template RunCalls<Direct>(
+      c.fibers, seed, [&](auto& link, char* heap, int call, const T* in, T* out) {
+        RunPsum<Algorithm>(OneThread{}, link, {link.rank(), c.size, c.node_size}, heap, c.capacity,
+                           in, c.counts[call], out);
+      });
+  team.Check([&](int /*rank*/, size_t i, int call) {
+    int sum = 0;
+    for (int r = 0; r < c.size; ++r) sum += InputAt(r, i, call);
+    return sum;
+  });
 }
 
 template <class T>
@@ -232,19 +113,11 @@ int HalfTypesAreSummedInFloat() {
 // A rank that never comes: the others give up in time and name it.
 int AbsentRankIsNamed() {
   const TeamShape shape{0, 3, 3};
-  std::vector<Guarded> heaps(3, Guarded(PsumChannelBytes<TwoShot<float, false>>(shape, 64), 0));
-  std::vector<char*> heap_of;
-  for (Guarded& heap : heaps) heap_of.push_back(heap.data());
-  std::vector<float> in(64, 1), out(64);
-  const void* inputs[] = {in.data(), in.data(), in.data()};
-  void* outputs[] = {out.data(), out.data(), out.data()};
-  ThreadWaiter waiter;
-  HostLink<false> link(0, 3, heap_of.data(), inputs, outputs, waiter,
-                       Clock::now() + std::chrono::milliseconds(50));
-  RunPsum<TwoShot<float, false>>(OneThread{}, link, shape, heap_of[0], 64, in.data(), 64,
-                                 out.data());
-  JO_CHECK(link.failed() && link.status().rank == 0 && link.status().peer == 1);
-  JO_CHECK(link.status().expected == 1 && link.status().seen == 0);
+  TestTeam<float> team(3, PsumChannelBytes<TwoShot<float, false>>(shape, 64), "");
+  team.AddCall(64, 64);
+  team.CheckAbsentPeerIsNamed([&](auto& link, char* heap, const float* in, float* out) {
+    RunPsum<TwoShot<float, false>>(OneThread{}, link, shape, heap, 64, in, 64, out);
+  });
   return 1;
 }
 
