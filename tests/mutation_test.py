@@ -17,6 +17,12 @@ MUTANTS = {
         "psum_test.PsumValues.test_sizes_2_ranks",
         "psum_test.PsumValues.test_node_splits_8_ranks_by_4",
         "psum_test.PsumBits.test_summed_in_rank_order_f32",
+        "psum_scatter_test.PsumScatterValues.test_sizes_2_ranks",
+        "psum_scatter_test.PsumScatterParts.test_every_form_no_vma",
+        "all_gather_test.AllGatherValues.test_sizes_2_ranks",
+        "all_gather_test.AllGatherParts.test_the_transpose_of_every_form_vma",
+        "all_to_all_test.AllToAllValues.test_sizes_2_ranks",
+        "all_to_all_test.AllToAllParts.test_every_form_vma",
     ),
     # Ranks work on each other's slices.
     "wrong_slice": (
@@ -33,6 +39,7 @@ MUTANTS = {
         "psum_test.PsumBits.test_bfloat16_is_summed_in_fp32",
         "psum_test.PsumBits.test_float16_does_not_overflow_on_the_way",
         "psum_test.PsumBits.test_summed_in_rank_order_bf16",
+        "psum_scatter_test.PsumScatterBits.test_half_types_are_summed_in_fp32",
     ),
     # A rank that is ahead overwrites what others still read.
     "one_slot": ("psum_test.PsumValues.test_many_chunks_f32",),

@@ -28,7 +28,8 @@ class ReadmeTest(absltest.TestCase):
     def test_docstring_examples_run(self):
         program = (
             "import doctest, importlib, sys\n"
-            "for name in ('ops.psum', 'explain'):\n"
+            "for name in ('ops.psum', 'ops.psum_scatter', 'ops.all_gather',\n"
+            "    'ops.all_to_all', 'explain'):\n"
             "    module = importlib.import_module('jax_overlap.' + name)\n"
             "    failed, run = doctest.testmod(module)\n"
             "    print(name, run)\n"

@@ -2,9 +2,14 @@
 
 import argparse
 
-from jax_overlap.bench import harness, psum
+from jax_overlap.bench import all_gather, all_to_all, harness, psum, psum_scatter
 
-OPS = {"psum": psum}
+OPS = {
+    "psum": psum,
+    "psum_scatter": psum_scatter,
+    "all_gather": all_gather,
+    "all_to_all": all_to_all,
+}
 
 
 def main() -> None:

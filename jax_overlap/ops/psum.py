@@ -172,6 +172,7 @@ def _lower(ctx, *xs, **params):
         return _collective.lower_to_lax(
             ctx, reference, xs, invariant, axes=axes, axis_index_groups=groups
         )
+    assert plan.algorithm is not None  # as every native plan of psum has one
     algorithm = PSUM_ALGORITHMS[plan.algorithm]
     return _collective.lower_to_handler(
         ctx, "jax_overlap.psum", team, axes, xs, algorithm=algorithm

@@ -1,0 +1,14 @@
+"""Time of `all_gather` against `jax.lax.all_gather`, over sizes."""
+
+from __future__ import annotations
+
+import argparse
+
+from jax_overlap.bench import collectives
+
+add_arguments = collectives.add_arguments
+
+
+def run(args: argparse.Namespace) -> list[dict]:
+    """Measures and prints; one row for each size and number of devices."""
+    return collectives.run("all_gather", args, tiled=True)
