@@ -164,8 +164,8 @@ class ColumnParallelDense(_Dense):
       >>> layer, x = ColumnParallelDense(32, axis_name="tp"), jnp.ones((4, 16))
       >>> with jax.set_mesh(mesh):
       ...     y = jax.jit(layer.apply)(layer.init(jax.random.key(0), x), x)
-      >>> y.shape, y.sharding.spec
-      ((4, 32), PartitionSpec(None, 'tp'))
+      >>> y.shape, tuple(y.sharding.spec)
+      ((4, 32), (None, 'tp'))
     """
 
     @nn.compact

@@ -165,8 +165,8 @@ class ColumnParallelLinear(_Linear):
       >>> with jax.set_mesh(mesh):
       ...     layer = ColumnParallelLinear(16, 32, axis_name="tp", rngs=nnx.Rngs(0))
       ...     y = nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((4, 16)))
-      >>> y.shape, y.sharding.spec
-      ((4, 32), PartitionSpec(None, 'tp'))
+      >>> y.shape, tuple(y.sharding.spec)
+      ((4, 32), (None, 'tp'))
     """
 
     _cut_argument = "out_features"
