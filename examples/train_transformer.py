@@ -5,9 +5,9 @@
 A decoder-only transformer in Flax nnx learns English from the documentation inside
 the Python installation, so there is nothing to download. Its attention and MLP layers
 are those of `jax_overlap.flax.nnx`: each of the devices holds a quarter (by default)
-of the heads and of the hidden features. It is trained twice from the same seed, with
-`jax_overlap.psum` and with `jax.lax.psum`, and the two loss curves have to agree.
-The last model goes through an Orbax checkpoint and writes some text of its own.
+of the heads and of the hidden features. Two of them are trained from the same seed, one
+with `jax_overlap.psum`, one with `jax.lax.psum`: their loss curves have to agree.
+The first model goes through an Orbax checkpoint and writes some text of its own.
 
 Written to --out: `training.png` (loss and time a step of both runs), `losses.csv`,
 and the folder `checkpoint`.
@@ -34,7 +34,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     whole = {"type": positive, "metavar": "N"}
-    parser.add_argument("--steps", default=120, help="training steps a run", **whole)
+    parser.add_argument("--steps", default=120, help="training steps", **whole)
     parser.add_argument("--devices", default=4, help="ranks of the model", **whole)
     parser.add_argument("--layers", default=4, help="transformer blocks", **whole)
     parser.add_argument("--width", default=256, help="features of a token", **whole)
@@ -47,7 +47,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
         "--collectives",
         choices=("both", "overlap", "xla"),
         default="both",
-        help="jax_overlap.psum, jax.lax.psum, or one after the other",
+        help="jax_overlap.psum, jax.lax.psum, or a model with each",
     )
     parser.add_argument("--text", help="a text file to learn instead", metavar="FILE")
     parser.add_argument("--out", default="out/demo", help="folder", metavar="DIR")
@@ -140,7 +140,7 @@ def main(argv=None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     kinds = ("overlap", "xla") if args.collectives == "both" else (args.collectives,)
     trainer = transformer.Trainer(args, text)
-    runs = {kind: trainer.train(kind) for kind in kinds}
+    runs = trainer.train(kinds)
     for kind, run in runs.items():
         print(f"{report.LABELS[kind]}: {report.summary(run)}")
     report.write(runs, out)

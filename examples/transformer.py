@@ -131,24 +131,29 @@ class Trainer:
         chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
         return nnx.Optimizer(model, chain, wrt=nnx.Param)
 
-    def train(self, collectives: str) -> Run:
-        """Trains a new model; shows a progress bar with loss and tokens a second."""
-        model = self.make_model(collectives)
-        run = Run(model, self.args.batch * self.args.window)
+    def train(self, kinds: tuple[str, ...]) -> dict[str, Run]:
+        """Trains a new model with each of these collectives, on the same batches.
+
+        They take turns, step by step: what else the machine does slows both alike.
+        The progress bar shows the loss, and tokens a second.
+        """
+        tokens = self.args.batch * self.args.window
+        runs = {kind: Run(self.make_model(kind), tokens) for kind in kinds}
         with jax.set_mesh(self.mesh):
-            optimizer = self.optimizer(model)
-            steps = tqdm(self.batches(), desc=collectives, total=self.args.steps)
-            for windows in steps:
-                start = time.perf_counter()
-                # float() awaits the step: with many in flight, XLA's CPU thread pool
-                # runs out of threads.
-                run.losses.append(float(train_step(model, optimizer, windows)))
-                run.times.append(time.perf_counter() - start)
-                rate = run.tokens_per_step / run.times[-1]
-                steps.set_postfix(
-                    loss=f"{run.losses[-1]:.3f}", tokens_per_s=f"{rate:,.0f}"
-                )
-        return run
+            optimizers = {kind: self.optimizer(run.model) for kind, run in runs.items()}
+            progress = tqdm(self.batches(), desc="training", total=self.args.steps)
+            for windows in progress:
+                shown = {}
+                for kind, run in runs.items():
+                    start = time.perf_counter()
+                    loss = train_step(run.model, optimizers[kind], windows)
+                    # float() awaits the step: with many in flight, XLA's thread pool
+                    # for the CPU runs out of threads.
+                    run.losses.append(float(loss))
+                    run.times.append(time.perf_counter() - start)
+                    shown[f"{kind}_tokens_per_s"] = f"{tokens / run.times[-1]:,.0f}"
+                progress.set_postfix(loss=f"{run.losses[-1]:.3f}", **shown)
+        return runs
 
     def through_checkpoint(
         self, model: Transformer, collectives: str, out: pathlib.Path
