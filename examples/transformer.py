@@ -3,6 +3,7 @@
 The model of examples/train_transformer.py, which sets up the devices first.
 """
 
+import collections
 import dataclasses
 import os
 import pathlib
@@ -18,6 +19,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 from tqdm import tqdm
 
+import jax_overlap
 import jax_overlap.flax.nnx as tp
 
 
@@ -114,6 +116,16 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             return Transformer(self.args, len(self.alphabet), collectives, rngs)
 
+    def describe(self, collectives: str) -> str:
+        """How jax_overlap carries out the sums of a forward pass."""
+        model = self.make_model(collectives)
+        with jax.set_mesh(self.mesh):
+            plans = jax_overlap.explain(
+                lambda model, tokens: model(tokens), model, next(self.batches())[:, :-1]
+            )
+        kinds = collections.Counter(plan.implementation for plan in plans)
+        return ", ".join(f"{n} {kind} psums" for kind, n in kinds.items()) or "no psum"
+
     def batches(self):
         """Random windows of the text, one character longer than the model sees."""
         random = np.random.default_rng(self.args.seed)
@@ -125,10 +137,11 @@ class Trainer:
             yield self.tokens[starts[:, None] + np.arange(length)]
 
     def optimizer(self, model: Transformer) -> nnx.Optimizer:
+        steps = self.args.steps
         rate = optax.warmup_cosine_decay_schedule(
-            0.0, 2e-3, max(1, self.args.steps // 10), self.args.steps, 2e-4
+            0.0, 1e-3, max(1, steps // 10), steps, 1e-4
         )
-        chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
+        chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98))
         return nnx.Optimizer(model, chain, wrt=nnx.Param)
 
     def train(self, kinds: tuple[str, ...]) -> dict[str, Run]:
@@ -152,7 +165,7 @@ class Trainer:
                     run.losses.append(float(loss))
                     run.times.append(time.perf_counter() - start)
                     shown[f"{kind}_tokens_per_s"] = f"{tokens / run.times[-1]:,.0f}"
-                progress.set_postfix(loss=f"{run.losses[-1]:.3f}", **shown)
+                progress.set_postfix(loss=f"{runs[kinds[0]].losses[-1]:.3f}", **shown)
         return runs
 
     def through_checkpoint(

@@ -104,7 +104,7 @@ def out_spec(name, batch):
 
 
 class EqualsPlain(parameterized.TestCase):
-    @parameterized.product(name=list(LAYERS), place=list(PLACES))
+    @parameterized.product(name=list(LAYERS), place=("auto_grid", "explicit_line"))
     def test_under_jit(self, name, place):
         make, _, call = LAYERS[name]
         place = PLACES[place]
@@ -118,7 +118,7 @@ class EqualsPlain(parameterized.TestCase):
 
     @parameterized.product(
         name=[name for name in LAYERS if name != "attention_mask"],
-        place=("auto_line", "explicit_grid"),
+        place=("explicit_grid",),
     )
     def test_inside_shard_map(self, name, place):
         make, _, call = LAYERS[name]
@@ -180,7 +180,9 @@ class EqualsPlain(parameterized.TestCase):
 
 
 class Parameters(parameterized.TestCase):
-    @parameterized.product(name=list(LAYERS), where=("no_mesh", *PLACES))
+    @parameterized.product(
+        name=list(LAYERS), where=("no_mesh", "auto_line", "explicit_grid")
+    )
     def test_init_gives_those_of_the_plain_layer(self, name, where):
         make, plain, call = LAYERS[name]
         want = plain().init(KEY, X, **call)
@@ -287,7 +289,7 @@ class Training(absltest.TestCase):
     def test_three_steps(self):
         make, plain, _ = LAYERS["mlp"]
         alone = self.losses(plain())
-        for place in (LINE, PLACES["explicit_grid"]):
+        for place in (PLACES["explicit_grid"],):
             with place.mesh():
                 ours, theirs = (
                     self.losses(make(collectives=collectives), place.batch)
@@ -337,9 +339,7 @@ class Communication(parameterized.TestCase):
         return ft.compiled(fn, variables, x)
 
     @parameterized.product(
-        name=("mlp", "attention"),
-        place=("auto_line", "explicit_line"),
-        backward=(False, True),
+        name=("mlp", "attention"), place=("auto_line",), backward=(False, True)
     )
     def test_one_psum_each_way(self, name, place, backward):
         place, count = PLACES[place], 1 + backward
@@ -349,15 +349,13 @@ class Communication(parameterized.TestCase):
         ft.assert_collectives(self, ours, ours=count, reduces=0)
         ft.assert_collectives(self, theirs, ours=0, reduces=count)
 
-    @parameterized.product(
-        name=("mlp", "attention"), place=("auto_grid", "explicit_grid")
-    )
+    @parameterized.product(name=("mlp", "attention"), place=("explicit_grid",))
     def test_forward_with_a_sharded_batch(self, name, place):
         with PLACES[place].mesh():
             hlo = self.program(name, PLACES[place], False)
         ft.assert_collectives(self, hlo, ours=1, reduces=0)
 
-    @parameterized.parameters("auto_grid", "explicit_grid")
+    @parameterized.parameters(["auto_grid"])
     def test_backward_with_a_sharded_batch(self, place):
         """XLA adds what data parallelism needs: the parameters' gradients."""
         with PLACES[place].mesh():
