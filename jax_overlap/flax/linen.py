@@ -96,6 +96,14 @@ def _params(
     return kernel, _param(module, "bias", module.bias_init, outputs, specs[1], 0)
 
 
+def _options(module: Any) -> _local.Options:
+    options = _local.Options(
+        module.axis_name, module.collectives, module.dtype, module.precision
+    )
+    options.check(type(module).__name__)
+    return options
+
+
 def _check_cut(module: nn.Module, what: str, count: int, axis_name: str) -> None:
     # `init` may run before there is a mesh.
     if not module.is_initializing() or _sharding.known(axis_name):
@@ -117,12 +125,11 @@ class _Dense(nn.Module):
     bias_init: Callable = _zeros
 
     def _apply(self, body: Callable, x: Any, in_features: int, specs, last) -> Any:
-        owner = type(self).__name__
         params = _params(self, (in_features,), (self.features,), specs)
         return _region.apply_linear(
             body,
-            owner,
-            self._options(),
+            type(self).__name__,
+            _options(self),
             self.batch_spec,
             x,
             params,
@@ -130,13 +137,6 @@ class _Dense(nn.Module):
             last,
             initializing=self.is_initializing(),
         )
-
-    def _options(self) -> _local.Options:
-        options = _local.Options(
-            self.axis_name, self.collectives, self.dtype, self.precision
-        )
-        options.check(type(self).__name__)
-        return options
 
 
 class ColumnParallelDense(_Dense):
@@ -164,14 +164,14 @@ class ColumnParallelDense(_Dense):
       >>> layer, x = ColumnParallelDense(32, axis_name="tp"), jnp.ones((4, 16))
       >>> with jax.set_mesh(mesh):
       ...     y = jax.jit(layer.apply)(layer.init(jax.random.key(0), x), x)
-      >>> y.shape, y.sharding.spec
-      ((4, 32), PartitionSpec(None, 'tp'))
+      >>> y.shape, tuple(y.sharding.spec)
+      ((4, 32), (None, 'tp'))
     """
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         axis = self.axis_name
-        self._options()
+        _options(self)
         _check_cut(self, "features", self.features, axis)
         specs = P(None, axis), P(axis)
         return self._apply(
@@ -210,7 +210,7 @@ class RowParallelDense(_Dense):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         axis = self.axis_name
-        self._options()
+        _options(self)
         in_features = jnp.shape(inputs)[-1] * (_sharding.bound_size(axis) or 1)
         _check_cut(self, "the input's features", in_features, axis)
         specs = P(axis, None), P(None)
@@ -347,10 +347,7 @@ class TensorParallelAttention(nn.Module):
         mask: jax.Array | None = None,
     ) -> jax.Array:
         owner = type(self).__name__
-        options = _local.Options(
-            self.axis_name, self.collectives, self.dtype, self.precision
-        )
-        options.check(owner)
+        options = _options(self)
         _check_cut(self, "num_heads", self.num_heads, self.axis_name)
         qkv = _region.qkv_inputs(owner, (inputs_q, inputs_k, inputs_v))
         attend = functools.partial(

@@ -123,9 +123,8 @@ class _Linear(nnx.Module):
         self.kernel, self.bias = plain.kernel, plain.bias
 
     def _check(self) -> None:
-        cut = self._cut_argument
-        name = type(self).__name__
-        _check_cut(name, cut, getattr(self, cut), self.options.axis_name)
+        owner, cut = type(self).__name__, self._cut_argument
+        _check_cut(owner, cut, getattr(self, cut), self.options.axis_name)
 
     def _specs(self) -> tuple[P, P]:
         raise NotImplementedError
@@ -165,8 +164,8 @@ class ColumnParallelLinear(_Linear):
       >>> with jax.set_mesh(mesh):
       ...     layer = ColumnParallelLinear(16, 32, axis_name="tp", rngs=nnx.Rngs(0))
       ...     y = nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((4, 16)))
-      >>> y.shape, y.sharding.spec
-      ((4, 32), PartitionSpec(None, 'tp'))
+      >>> y.shape, tuple(y.sharding.spec)
+      ((4, 32), (None, 'tp'))
     """
 
     _cut_argument = "out_features"
@@ -384,11 +383,9 @@ class TensorParallelAttention(nnx.Module):
     ) -> jax.Array:
         owner = type(self).__name__
         self._check()
+        dtype, precision = self.options.dtype, self.options.precision
         attend = functools.partial(
-            self.attention_fn,
-            dtype=self.options.dtype,
-            precision=self.options.precision,
-            is_causal=is_causal,
+            self.attention_fn, dtype=dtype, precision=precision, is_causal=is_causal
         )
         features = self.in_features, self.in_kv_features, self.in_kv_features
         return _region.apply_attention(

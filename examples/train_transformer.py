@@ -1,0 +1,160 @@
+"""Trains a small character transformer, tensor parallel over virtual CPU devices.
+
+    python examples/train_transformer.py --out out/demo
+
+A decoder-only transformer in Flax nnx learns English from the documentation inside
+the Python installation, so there is nothing to download. Its attention and MLP layers
+are those of `jax_overlap.flax.nnx`: each of the devices holds a quarter (by default)
+of the heads and of the hidden features. Two of them are trained from the same seed, one
+with `jax_overlap.psum`, one with `jax.lax.psum`: their loss curves have to agree.
+The first model goes through an Orbax checkpoint and writes some text of its own.
+
+Written to --out: `training.png` (loss and time a step of both runs), `losses.csv`,
+and the folder `checkpoint`.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import sys
+import sysconfig
+from importlib import import_module
+
+# The losses of the first steps may differ by this much: the two sums round alike in
+# nearly all elements, and training amplifies what is left.
+TOLERANCE, COMPARED_STEPS = 1e-3, 100
+
+DEVICES_FLAG = "--xla_force_host_platform_device_count"
+
+
+def parse_arguments(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Trains a small tensor-parallel character transformer.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    whole = {"type": positive, "metavar": "N"}
+    parser.add_argument("--steps", default=240, help="training steps", **whole)
+    parser.add_argument("--devices", default=4, help="ranks of the model", **whole)
+    parser.add_argument("--layers", default=4, help="transformer blocks", **whole)
+    parser.add_argument("--width", default=256, help="features of a token", **whole)
+    parser.add_argument("--heads", default=8, help="attention heads", **whole)
+    parser.add_argument("--batch", default=8, help="windows a step", **whole)
+    parser.add_argument("--window", default=64, help="characters a window", **whole)
+    parser.add_argument("--sample", default=400, help="characters to write", **whole)
+    parser.add_argument("--seed", default=0, type=int, help="of weights and batches")
+    parser.add_argument(
+        "--collectives",
+        choices=("both", "overlap", "xla"),
+        default="both",
+        help="jax_overlap.psum, jax.lax.psum, or a model with each",
+    )
+    parser.add_argument("--text", help="a text file to learn instead", metavar="FILE")
+    parser.add_argument("--out", default="out/demo", help="folder", metavar="DIR")
+    return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return value
+
+
+def set_up_devices(count: int) -> None:
+    """Makes `count` CPU devices; JAX reads this when it starts, so it comes first."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if DEVICES_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}={count}".strip()
+    else:
+        count = max(count, int(re.findall(rf"{DEVICES_FLAG}=(\d+)", flags)[-1]))
+    # XLA sizes its thread pools by this; with few threads, collectives starve.
+    threads = os.environ.get("NPROC", "")
+    os.environ["NPROC"] = str(max(int(threads or 0), 2 * count))
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def python_documentation() -> tuple[str, list[str]]:
+    """The reference manual that `help()` shows, and the licence; with file names."""
+    texts, files = [], []
+    licence = pathlib.Path(sysconfig.get_path("stdlib"), "LICENSE.txt")
+    if licence.exists():
+        texts.append(licence.read_text(encoding="utf-8"))
+        files.append(str(licence))
+    try:
+        manual = import_module("pydoc_data.topics")
+    except ImportError:  # some distributions leave it out
+        return "\n".join(texts), files
+    texts.extend(manual.topics.values())
+    # Tables and indentation are no prose: most of what they teach is to write spaces.
+    prose = re.sub(r"(?m)^.*[|+]$\n", "", "\n".join(texts))
+    return re.sub(" +", " ", prose), [*files, str(manual.__file__)]
+
+
+def read_text(path: str | None, window: int) -> tuple[str, list[str]]:
+    """The text to learn, and the files it comes from."""
+    if path is None:
+        text, files = python_documentation()
+    else:
+        try:
+            text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            sys.exit(f"--text: cannot read {path}: {error.strerror}.")
+        files = [path]
+    if len(text) <= window:
+        sys.exit(
+            f"The text has {len(text)} characters ({', '.join(files) or 'no file'}), "
+            f"but a window of {window} needs at least {window + 1}. Give a longer "
+            f"--text, or a smaller --window."
+        )
+    return text, files
+
+
+def compare(runs: dict) -> None:
+    """Fails unless both runs have the same losses."""
+    ours, theirs = (runs[kind].losses[:COMPARED_STEPS] for kind in ("overlap", "xla"))
+    gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    # Asked this way round, as a NaN compares false.
+    for step, gap in enumerate(gaps):
+        if not gap <= TOLERANCE:
+            sys.exit(
+                f"FAILED: the losses of jax_overlap.psum and jax.lax.psum differ by "
+                f"{gap:.3g} in step {step} ({ours[step]:.6f} and {theirs[step]:.6f}); "
+                f"at most {TOLERANCE:g} is allowed in the first {COMPARED_STEPS} steps."
+            )
+    print(
+        f"The losses of both runs agree: largest difference {max(gaps):.2g} in the "
+        f"first {len(gaps)} steps (allowed: {TOLERANCE:g})."
+    )
+
+
+def main(argv=None) -> None:
+    args = parse_arguments(argv)
+    text, files = read_text(args.text, args.window)
+    print(f"Text: {len(text):,} characters from")
+    for file in files:
+        print(f"  {file}")
+    set_up_devices(args.devices)
+    sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    transformer = import_module("transformer")  # imports jax
+    report = import_module("transformer_report")
+
+    out = pathlib.Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    kinds = ("overlap", "xla") if args.collectives == "both" else (args.collectives,)
+    trainer = transformer.Trainer(args, text)
+    for kind in kinds:
+        print(f"{report.LABELS[kind]}, forward: {trainer.describe(kind)}")
+    runs = trainer.train(kinds)
+    for kind, run in runs.items():
+        print(f"{report.LABELS[kind]}: {report.summary(run)}")
+    report.write(runs, out)
+    if len(runs) == 2:
+        compare(runs)
+    model = trainer.through_checkpoint(runs[kinds[0]].model, kinds[0], out)
+    print(f"\nThe model writes:\n{'-' * 72}")
+    print(trainer.sample(model, args.sample))
+    print("-" * 72)
+
+
+if __name__ == "__main__":
+    main()

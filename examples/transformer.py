@@ -1,0 +1,206 @@
+"""A decoder-only character transformer on tensor-parallel layers, and its training.
+
+The model of examples/train_transformer.py, which sets up the devices first.
+"""
+
+import collections
+import dataclasses
+import os
+import pathlib
+import shutil
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.typing import ArrayLike
+from tqdm import tqdm
+
+import jax_overlap
+import jax_overlap.flax.nnx as tp
+
+
+class Block(nnx.Module):
+    """Attention, then an MLP, each added to the stream: two psums a pass."""
+
+    def __init__(self, width: int, heads: int, parallel: dict, rngs: nnx.Rngs):
+        self.norm1 = nnx.LayerNorm(width, rngs=rngs)
+        self.attention = tp.TensorParallelAttention(
+            heads, width, use_bias=False, rngs=rngs, **parallel
+        )
+        self.norm2 = nnx.LayerNorm(width, rngs=rngs)
+        self.mlp = tp.TensorParallelMLP(width, 4 * width, rngs=rngs, **parallel)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm1(x), is_causal=True)
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nnx.Module):
+    """(batch, length) characters -> (batch, length, vocabulary) logits of the next."""
+
+    def __init__(self, args, vocabulary: int, collectives: str, rngs: nnx.Rngs):
+        parallel = {"axis_name": "tp", "collectives": collectives}
+        init = nnx.initializers.normal(0.02)
+        embed = {"features": args.width, "embedding_init": init, "rngs": rngs}
+        self.characters = nnx.Embed(vocabulary, **embed)
+        self.positions = nnx.Embed(args.window, **embed)
+        self.blocks = nnx.List(
+            Block(args.width, args.heads, parallel, rngs) for _ in range(args.layers)
+        )
+        self.norm = nnx.LayerNorm(args.width, rngs=rngs)
+        self.head = nnx.Linear(args.width, vocabulary, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.characters(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@nnx.jit
+def train_step(model: Transformer, optimizer: nnx.Optimizer, windows: ArrayLike):
+    windows = jnp.asarray(windows)
+
+    def loss_fn(model):
+        logits = model(windows[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, windows[:, 1:]
+        ).mean()
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+@nnx.jit
+def next_character(model: Transformer, tokens: ArrayLike, last: ArrayLike, key):
+    """Draws what follows tokens[0, last]; what is after it is padding."""
+    logits = model(jnp.asarray(tokens))[0, last]
+    return jax.random.categorical(key, logits / 0.7)
+
+
+@dataclasses.dataclass
+class Run:
+    """What came of one training."""
+
+    model: Transformer
+    tokens_per_step: int
+    losses: list[float] = dataclasses.field(default_factory=list)
+    times: list[float] = dataclasses.field(default_factory=list)  # seconds a step
+
+
+class Trainer:
+    """Trains models of the same size on the same batches of the same text."""
+
+    def __init__(self, args, text: str):
+        if jax.device_count() < args.devices:
+            raise SystemExit(
+                f"--devices {args.devices}: JAX has only {jax.device_count()}, as "
+                f"XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r} says. Unset it, or ask "
+                f"for fewer devices."
+            )
+        self.args = args
+        self.alphabet = sorted(set(text))
+        index = {character: i for i, character in enumerate(self.alphabet)}
+        self.tokens = np.array([index[character] for character in text], np.int32)
+        devices = jax.devices()[: args.devices]
+        self.mesh = jax.make_mesh((args.devices,), ("tp",), devices=devices)
+
+    def make_model(self, collectives: str) -> Transformer:
+        """The same initial values for both kinds of collectives."""
+        rngs = nnx.Rngs(self.args.seed)
+        with jax.set_mesh(self.mesh):
+            return Transformer(self.args, len(self.alphabet), collectives, rngs)
+
+    def describe(self, collectives: str) -> str:
+        """How jax_overlap carries out the sums of a forward pass."""
+        model = self.make_model(collectives)
+        with jax.set_mesh(self.mesh):
+            plans = jax_overlap.explain(
+                lambda model, tokens: model(tokens), model, next(self.batches())[:, :-1]
+            )
+        kinds = collections.Counter(plan.implementation for plan in plans)
+        return ", ".join(f"{n} {kind} psums" for kind, n in kinds.items()) or "no psum"
+
+    def batches(self):
+        """Random windows of the text, one character longer than the model sees."""
+        random = np.random.default_rng(self.args.seed)
+        length = self.args.window + 1
+        for _ in range(self.args.steps):
+            starts = random.integers(
+                len(self.tokens) - length + 1, size=self.args.batch
+            )
+            yield self.tokens[starts[:, None] + np.arange(length)]
+
+    def optimizer(self, model: Transformer) -> nnx.Optimizer:
+        steps = self.args.steps
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, 1e-3, max(1, steps // 10), steps, 1e-4
+        )
+        chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98))
+        return nnx.Optimizer(model, chain, wrt=nnx.Param)
+
+    def train(self, kinds: tuple[str, ...]) -> dict[str, Run]:
+        """Trains a new model with each of these collectives, on the same batches.
+
+        They take turns, step by step: what else the machine does slows both alike.
+        The progress bar shows the loss, and tokens a second.
+        """
+        tokens = self.args.batch * self.args.window
+        runs = {kind: Run(self.make_model(kind), tokens) for kind in kinds}
+        with jax.set_mesh(self.mesh):
+            optimizers = {kind: self.optimizer(run.model) for kind, run in runs.items()}
+            progress = tqdm(self.batches(), desc="training", total=self.args.steps)
+            for windows in progress:
+                shown = {}
+                for kind, run in runs.items():
+                    start = time.perf_counter()
+                    loss = train_step(run.model, optimizers[kind], windows)
+                    # float() awaits the step: with many in flight, XLA's thread pool
+                    # for the CPU runs out of threads.
+                    run.losses.append(float(loss))
+                    run.times.append(time.perf_counter() - start)
+                    shown[f"{kind}_tokens_per_s"] = f"{tokens / run.times[-1]:,.0f}"
+                progress.set_postfix(loss=f"{runs[kinds[0]].losses[-1]:.3f}", **shown)
+        return runs
+
+    def through_checkpoint(
+        self, model: Transformer, collectives: str, out: pathlib.Path
+    ) -> Transformer:
+        """Saves `model` with Orbax and returns what a new model restores from it."""
+        folder = (out / "checkpoint").resolve()
+        shutil.rmtree(folder, ignore_errors=True)
+        restored = self.make_model(collectives)
+        saved = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        with jax.set_mesh(self.mesh), ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder, saved)
+            checkpointer.wait_until_finished()
+            state = nnx.state(restored, nnx.Param)
+            wanted = jax.tree.map(
+                ocp.utils.to_shape_dtype_struct, nnx.to_pure_dict(state)
+            )
+            values = checkpointer.restore(folder, wanted)
+            nnx.replace_by_pure_dict(state, values)
+            nnx.update(restored, state)
+        for a, b in zip(jax.tree.leaves(saved), jax.tree.leaves(values), strict=True):
+            np.testing.assert_array_equal(a, b)
+        print(f"Saved to {folder} and restored: {len(jax.tree.leaves(saved))} arrays.")
+        return restored
+
+    def sample(self, model: Transformer, count: int) -> str:
+        """Lets the model write `count` characters after a line break."""
+        window = self.args.window
+        tokens = [self.alphabet.index("\n") if "\n" in self.alphabet else 0]
+        keys = jax.random.split(jax.random.key(self.args.seed), count)
+        with jax.set_mesh(self.mesh):
+            for key in tqdm(keys, desc="sample", leave=False):
+                seen = tokens[-window:]
+                padded = np.zeros((1, window), np.int32)
+                padded[0, : len(seen)] = seen
+                last = np.int32(len(seen) - 1)
+                tokens.append(int(next_character(model, padded, last, key)))
+        return "".join(self.alphabet[token] for token in tokens[1:])

@@ -1,0 +1,103 @@
+"""The example trains, agrees with itself, and says in words what is wrong."""
+
+import pathlib
+import tempfile
+
+import contract_tools as tools
+from absl.testing import absltest
+
+EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "train_transformer.py"
+TINY = (
+    *("--steps", "6", "--layers", "1", "--width", "32", "--heads", "4"),
+    *("--batch", "2", "--window", "16", "--sample", "12"),
+)
+# The example sets up its devices itself.
+FRESH = {"XLA_FLAGS": None, "NPROC": None, "JAX_PLATFORMS": None}
+
+
+class TrainTransformer(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.out = pathlib.Path(folder.name)
+
+    def run_example(self, *argv, env=FRESH):
+        argv = (str(EXAMPLE), *TINY, "--out", str(self.out), *argv)
+        child = tools.run_child(*argv, env=env, limit=120)
+        self.assertFalse(child.timed_out, child.err)
+        return child
+
+    def file(self, text):
+        path = self.out / "text"
+        path.write_text(text)
+        return str(path)
+
+    def test_both(self):
+        child = self.run_example()
+        self.assertEqual(child.code, 0, child.err)
+        self.assertIn("topics.py", child.out)
+        self.assertIn("The losses of both runs agree", child.out)
+        self.assertIn("and restored:", child.out)
+        self.assertIn("tokens_per_s", child.err)  # the progress bar
+        png = (self.out / "training.png").read_bytes()
+        self.assertTrue(png.startswith(b"\x89PNG"))
+        rows = (self.out / "losses.csv").read_text().split()
+        self.assertEqual((rows[0], len(rows)), ("step,overlap,xla", 7))
+        self.assertTrue((self.out / "checkpoint").is_dir())
+
+    def test_only_ours_on_a_text_of_my_own(self):
+        path = self.file("the quick brown fox jumps over the lazy dog\n" * 9)
+        flags = "--xla_force_host_platform_device_count=5"  # is kept
+        child = self.run_example(
+            *("--collectives", "overlap", "--devices", "2", "--text", path),
+            env={**FRESH, "XLA_FLAGS": flags},
+        )
+        self.assertEqual(child.code, 0, child.err)
+        self.assertIn(path, child.out)
+        self.assertNotIn("jax.lax.psum", child.out)
+        rows = (self.out / "losses.csv").read_text().split()
+        self.assertEqual(rows[0], "step,overlap")
+
+    def test_texts_that_will_not_do(self):
+        for text, count in (("", 0), ("x" * 16, 16)):
+            child = self.run_example("--text", self.file(text))
+            self.assertEqual(child.code, 1)
+            self.assertIn(f"The text has {count} characters", child.err)
+            self.assertIn("needs at least 17", child.err)
+        child = self.run_example("--text", "/nowhere/text")
+        self.assertEqual(child.code, 1)
+        self.assertIn("cannot read /nowhere/text", child.err)
+
+    def test_sizes_that_will_not_do(self):
+        child = self.run_example("--steps", "0")
+        self.assertEqual(child.code, 2)
+        self.assertIn("expected a number above 0", child.err)
+        child = self.run_example("--devices", "3")
+        self.assertNotEqual(child.code, 0)
+        self.assertIn("num_heads = 4 is not divisible by the 3 ranks", child.err)
+
+    def test_losses_that_differ(self):
+        """The comparison can fail."""
+        program = f"""
+import sys, types
+sys.path.insert(0, {str(EXAMPLE.parent)!r})
+import train_transformer as t
+run = lambda *losses: types.SimpleNamespace(losses=losses)
+t.compare({{"overlap": run(3.0, 2.0), "xla": run(3.0, 2.0 + 9e-4)}})
+for bad in (2.002, float("nan")):
+    try:
+        t.compare({{"overlap": run(3.0, bad), "xla": run(3.0, 2.0)}})
+    except SystemExit as e:
+        assert "FAILED" in str(e) and "step 1" in str(e), e
+    else:
+        raise AssertionError(bad)
+print("all right")
+"""
+        child = tools.run_child("-c", program)
+        self.assertEqual(child.code, 0, child.err)
+        self.assertIn("all right", child.out)
+
+
+if __name__ == "__main__":
+    absltest.main()
