@@ -11,7 +11,6 @@ import dataclasses
 import threading
 
 import jax
-import numpy as np
 
 from jax_overlap import _native
 from jax_overlap.team import Team
@@ -79,7 +78,7 @@ def why_not_native(
     automatic = situation.mesh_axes - situation.manual_axes
     if implementation == "reference":
         return "implementation='reference'"
-    if str(np.dtype(dtype)) not in NATIVE_DTYPES:
+    if str(dtype) not in NATIVE_DTYPES:  # no numpy type for keys of jax.random
         return f"dtype {dtype} is not among {', '.join(NATIVE_DTYPES)}"
     if situation.platforms != ("cpu",):
         return f"there is no native code for {', '.join(situation.platforms)} yet"

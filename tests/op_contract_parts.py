@@ -48,7 +48,7 @@ class Parts(Contract):
     empty: tuple  # forms without elements
     alone: tuple  # forms on one rank
     numpy: staticmethod  # (operands of a team, **options) -> results
-    bools = True  # whether the op takes them
+    adds = False  # whether the op adds, so that its operands have to be numbers
 
     def as_lax_takes(self, options):
         return options
@@ -282,11 +282,29 @@ class Parts(Contract):
         shape, options = self.forms[0]
         x = tools.exact(self.seed, (RANKS, *shape), np.int32) > 0
         fn = tools.stacked(lambda x: self.call(x, **options), line(RANKS))
-        if not self.bools:
+        if self.adds:
             with self.assertRaisesRegex(TypeError, "bool"):
                 jax.jit(fn).lower(x)
             return
         self.assert_stacked(jax.jit(fn)(x), self.numpy(x, **options))
+
+    def test_keys_of_random_numbers(self):
+        """A type of which numpy knows nothing."""
+        if self.adds:
+            return
+        shape, options = self.forms[0]
+        data = np.random.default_rng(self.seed).integers(2**32, size=(RANKS, *shape, 2))
+        data = data.astype(np.uint32)
+
+        def fn(data):
+            keys = self.call(jax.random.wrap_key_data(data), **options)
+            return jax.random.key_data(keys)
+
+        before = lowered(self.op.name, "lax", "key<")
+        got = jax.jit(tools.stacked(fn, line(RANKS)))(tools.place(data, line(RANKS)))
+        self.assertEqual(lowered(self.op.name, "lax", "key<"), before + 1)
+        halves = [self.numpy(data[..., i], **options) for i in range(2)]
+        self.assert_stacked(got, np.stack(halves, -1))
 
     def test_native_is_ours_and_reference_is_lax(self):
         _, options = self.forms[0]

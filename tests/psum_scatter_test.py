@@ -44,7 +44,7 @@ class PsumScatterFirstBatching(op_contract_batching.Batching):
 class PsumScatterParts(op_contract_parts.Parts):
     op = PSUM_SCATTER
     transposed = "all_gather"
-    bools = False
+    adds = True
     forms = tuple(
         (sized(d, RANKS * (1 + tiled)), {"scatter_dimension": d, "tiled": tiled})
         for d in range(-3, 3)
