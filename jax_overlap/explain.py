@@ -5,9 +5,8 @@ from __future__ import annotations
 import jax
 from jax.extend import core
 
-from jax_overlap.ops._collective import planners
-from jax_overlap.plan import Plan, Situation, current_processes
-from jax_overlap.team import make_team
+from jax_overlap.ops._collective import plan_call, planners
+from jax_overlap.plan import Plan
 
 
 def explain(fn, *args, platform: str | None = None, **kwargs) -> list[Plan]:
@@ -44,18 +43,11 @@ def _plans(jaxpr, mesh, manual, platform):
         if eqn.primitive.name == "shard_map":
             inner_mesh = eqn.params["mesh"]
             inner_manual = manual | eqn.params["newly_manual_axes"]
-        if planner := planners.get(eqn.primitive):
+        if eqn.primitive in planners:
             assert mesh is not None  # no op is traced outside of shard_map
-            yield planner(
-                [v.aval for v in eqn.invars],
-                make_team(mesh, eqn.params["axes"], eqn.params["axis_index_groups"]),
-                Situation(
-                    (platform,),
-                    frozenset(mesh.axis_names),
-                    manual,
-                    current_processes(),
-                ),
-                **eqn.params,
-            )
+            avals = [v.aval for v in eqn.invars]
+            yield plan_call(
+                eqn.primitive, avals, eqn.params, mesh, manual, (platform,)
+            )[1]
         for sub in core.jaxprs_in_params(eqn.params):
             yield from _plans(sub, inner_mesh, inner_manual, platform)

@@ -10,8 +10,6 @@ import collections
 import dataclasses
 import threading
 
-import jax
-
 from jax_overlap import _native
 from jax_overlap.team import Team
 
@@ -161,8 +159,3 @@ class Counter:
 
 
 lowered = Counter()
-
-
-def current_processes() -> int:
-    """The processes of this JAX program."""
-    return jax.process_count()

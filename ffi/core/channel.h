@@ -39,4 +39,18 @@ class Carver {
 // The slot, of two used in turn, of a sequence number.
 JO_HD size_t SlotOf(uint64_t sequence) { return JO_MUTANT("one_slot") ? 0 : sequence & 1; }
 
+// f(sequence, begin, end) for chunks of up to `capacity` of `n` elements, each with a
+// sequence number of its own. `last` is the word a channel begins with: the last
+// number used, which is the same on all ranks.
+template <class Threads, class F>
+JO_HD void ForChunksInSequence(const Threads& threads, Word* last, size_t n, size_t capacity, F f) {
+  uint64_t sequence = last->value;
+  for (size_t begin = 0; begin < n; begin += capacity) {
+    if (!JO_MUTANT("stale_epoch") || sequence == 0) ++sequence;
+    f(sequence, begin, Min(begin + capacity, n));
+    threads.sync();
+  }
+  if (threads.index() == 0) last->value = sequence;
+}
+
 }  // namespace jax_overlap

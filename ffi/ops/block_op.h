@@ -1,13 +1,9 @@
-// What psum_scatter, all_gather and all_to_all share: operands seen as blocks, a
-// slot for each source, and the CPU handler around an algorithm on blocks.
+// What psum_scatter, all_gather and all_to_all share: operands seen as blocks, and a
+// slot for each source. block_handler.h has the CPU handler around such an algorithm.
 //
 // An array that is cut in P parts along a dimension is [outer, P, inner] in memory:
 // a part is `outer` runs of `inner` elements, a run P * inner after the last.
 #pragma once
-
-#include <memory>
-#include <string>
-#include <utility>
 
 #include "core/channel.h"
 #include "core/link.h"
@@ -89,14 +85,11 @@ JO_HD void RunBlocks(const Threads& threads, Link& link, char* channel, size_t c
     Carver carver(channel);
     Word* const last = carver.Take<Word>(1);
     const auto inbox = Inbox<T>::Carve(carver, blocks.parts, capacity);
-    uint64_t sequence = last->value;
-    for (size_t begin = 0; begin < blocks.part_size(); begin += capacity) {
-      if (!JO_MUTANT("stale_epoch") || sequence == 0) ++sequence;
-      Algorithm::Run(threads, link, inbox, sequence, blocks, begin,
-                     Min(begin + capacity, blocks.part_size()), in, out);
-      threads.sync();
-    }
-    if (threads.index() == 0) last->value = sequence;
+    ForChunksInSequence(threads, last, blocks.part_size(), capacity,
+                        [&](uint64_t sequence, size_t begin, size_t end) {
+                          Algorithm::Run(threads, link, inbox, sequence, blocks, begin, end, in,
+                                         out);
+                        });
   }
 }
 

@@ -275,22 +275,16 @@ JO_HD size_t PsumChannelBytes(TeamShape team, size_t capacity) {
   return carver.bytes();
 }
 
-// One rank's part of an all-reduce of `n` elements. The channel begins with the
-// last sequence number used, which is the same on all ranks.
+// One rank's part of an all-reduce of `n` elements.
 template <class Algorithm, class T, class Threads, class Link>
 JO_HD void RunPsum(const Threads& threads, Link& link, TeamShape team, char* channel,
                    size_t capacity, const T* in, size_t n, T* out) {
   Carver carver(channel);
   Word* const last = carver.Take<Word>(1);
   const auto memory = Algorithm::Carve(carver, team, capacity);
-  uint64_t sequence = last->value;
-  for (size_t begin = 0; begin < n; begin += capacity) {
-    if (!JO_MUTANT("stale_epoch") || sequence == 0) ++sequence;
-    Algorithm::Run(threads, link, memory, team, sequence, in + begin, Min(capacity, n - begin),
-                   out + begin);
-    threads.sync();
-  }
-  if (threads.index() == 0) last->value = sequence;
+  ForChunksInSequence(threads, last, n, capacity, [&](uint64_t sequence, size_t begin, size_t end) {
+    Algorithm::Run(threads, link, memory, team, sequence, in + begin, end - begin, out + begin);
+  });
 }
 
 }  // namespace jax_overlap

@@ -48,6 +48,16 @@ def group_size(axes, axis_index_groups) -> int:
     return lax.axis_size(axes) if axes else 1
 
 
+def from_front(axis: int, ndim: int) -> int:
+    """`axis` counted from the front; outside of 0 .. ndim-1 if there is none such."""
+    return axis + ndim if axis < 0 else axis
+
+
+def fits(size: int, ranks: int, tiled: bool) -> bool:
+    """Whether a dimension of this size can be cut in a part for each rank."""
+    return size % ranks == 0 if tiled else size == ranks
+
+
 def bind(
     primitive, x, axes, *, dimension, axis_index_groups, axis_size, implementation
 ):

@@ -13,7 +13,7 @@ from jax.interpreters import mlir
 from jax.sharding import get_abstract_mesh
 
 from jax_overlap import _compat, _native, errors
-from jax_overlap.plan import NATIVE_DTYPES, Plan, Situation, current_processes, lowered
+from jax_overlap.plan import NATIVE_DTYPES, Plan, Situation, lowered
 from jax_overlap.team import Team, make_team
 
 IMPLEMENTATIONS = ("reference", "native")
@@ -81,24 +81,28 @@ def make_varying(x, axes: tuple):
     return x
 
 
-def situation_of(ctx) -> tuple:
-    """(mesh, situation) of a lowering context."""
-    mesh, manual = _compat.manual_mesh(ctx)
-    return mesh, Situation(
-        _compat.platforms(ctx), frozenset(mesh.axis_names), manual, current_processes()
-    )
-
-
 # The plan of each primitive: (avals, team, situation, **parameters) -> Plan. The
 # lowering acts on it and `jax_overlap.explain` shows it.
 planners: dict[Primitive, Callable[..., Plan]] = {}
 
 
-def plan_lowering(ctx, primitive, params: dict) -> tuple[Team, Plan]:
-    """The team and the plan of a call that is lowered; counts the plan."""
-    mesh, situation = situation_of(ctx)
+def plan_call(
+    primitive, avals, params: dict, mesh, manual_axes, platforms
+) -> tuple[Team, Plan]:
+    """The team and the plan of a call with these operands, at this place."""
     team = make_team(mesh, params["axes"], params["axis_index_groups"])
-    plan = planners[primitive](ctx.avals_in, team, situation, **params)
+    situation = Situation(
+        platforms, frozenset(mesh.axis_names), manual_axes, jax.process_count()
+    )
+    return team, planners[primitive](avals, team, situation, **params)
+
+
+def plan_lowering(ctx, primitive, params: dict) -> tuple[Team, Plan]:
+    """The same for a call that is lowered; counts the plan."""
+    mesh, manual = _compat.manual_mesh(ctx)
+    team, plan = plan_call(
+        primitive, ctx.avals_in, params, mesh, manual, _compat.platforms(ctx)
+    )
     count_or_refuse(plan, params["implementation"])
     return team, plan
 

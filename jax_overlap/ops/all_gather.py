@@ -76,7 +76,7 @@ def all_gather(
     def one(leaf):
         leaf = jax.numpy.asarray(leaf)
         ndim = leaf.ndim + (not tiled)
-        dimension = axis + (ndim if axis < 0 else 0)
+        dimension = _block.from_front(axis, ndim)
         if (
             to != "varying"
             or _block.left_to_lax(leaf, axes)

@@ -81,12 +81,12 @@ def all_to_all(
         leaf = jax.numpy.asarray(leaf)
         size = _block.group_size(axes, axis_index_groups)
         split, concat = (
-            a + (leaf.ndim if a < 0 else 0) for a in (split_axis, concat_axis)
+            _block.from_front(a, leaf.ndim) for a in (split_axis, concat_axis)
         )
         if (
             _block.left_to_lax(leaf, axes)
             or not (0 <= split < leaf.ndim and 0 <= concat < leaf.ndim)
-            or (leaf.shape[split] % size if tiled else leaf.shape[split] != size)
+            or not _block.fits(leaf.shape[split], size, tiled)
         ):
             return lax.all_to_all(
                 leaf,

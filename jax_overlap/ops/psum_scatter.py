@@ -76,13 +76,11 @@ def psum_scatter(
     def one(leaf):
         leaf = jax.numpy.asarray(leaf)
         size = _block.group_size(axes, axis_index_groups)
-        dimension = scatter_dimension + (leaf.ndim if scatter_dimension < 0 else 0)
+        dimension = _block.from_front(scatter_dimension, leaf.ndim)
         if (
             _block.left_to_lax(leaf, axes)
             or not 0 <= dimension < leaf.ndim
-            or (
-                leaf.shape[dimension] % size if tiled else leaf.shape[dimension] != size
-            )
+            or not _block.fits(leaf.shape[dimension], size, tiled)
         ):
             return lax.psum_scatter(
                 leaf,
