@@ -11,7 +11,12 @@ from jax_overlap.errors import clear_errors as clear_errors
 from jax_overlap.errors import last_errors as last_errors
 from jax_overlap.explain import explain as explain
 from jax_overlap.ops.all_gather import all_gather as all_gather
+from jax_overlap.ops.all_gather_matmul import all_gather_matmul as all_gather_matmul
 from jax_overlap.ops.all_to_all import all_to_all as all_to_all
+from jax_overlap.ops.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce
+from jax_overlap.ops.matmul_reduce_scatter import (
+    matmul_reduce_scatter as matmul_reduce_scatter,
+)
 from jax_overlap.ops.psum import psum as psum
 from jax_overlap.ops.psum_scatter import psum_scatter as psum_scatter
 

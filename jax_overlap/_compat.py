@@ -11,10 +11,15 @@ from importlib import metadata
 from pathlib import Path
 
 import jax
+from jax._src import api_util as _api_util
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import source_info_util as _source_info
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import parallel as _parallel
+from jax.extend import linear_util
+from jax.extend.core import ClosedJaxpr
 from jax.extend.mlir.dialects import stablehlo
 from jaxlib import xla_client as _xla_client
 
@@ -100,3 +105,49 @@ def platforms(ctx) -> tuple[str, ...]:
 def partition_id():
     """Emits the logical id of the device that runs the program, as a uint32."""
     return stablehlo.partition_id()
+
+
+def trace(fn, avals) -> tuple:
+    """(jaxpr, constants) of `fn`, which takes and gives flat lists, on these types."""
+    info = _api_util.debug_info("jax_overlap", fn, avals, {})
+    wrapped = linear_util.wrap_init(fn, debug_info=info)
+    jaxpr, _, consts = _partial_eval.trace_to_jaxpr_dynamic(wrapped, avals)
+    return jaxpr, consts
+
+
+def axis_env(sizes: dict):
+    """A context in which these axes are bound, as inside of `jax.shard_map`."""
+    return _core.extend_axis_env_nd(list(sizes.items()))
+
+
+def equation_mesh(eqn):
+    """The abstract mesh in whose context an equation was traced."""
+    return eqn.ctx.cur_abstract_mesh
+
+
+def equation_context(eqn):
+    """The context that an equation was traced in: mesh, metadata and the like."""
+    return eqn.ctx.manager
+
+
+def is_plain_context(eqn) -> bool:
+    """Whether an equation runs where the rest of the program does (`compute_on`)."""
+    return eqn.ctx.compute_type is None
+
+
+def is_same_context(a, b) -> bool:
+    """Whether two equations have the same mesh, metadata and place to run."""
+    names = ("cur_abstract_mesh", "xla_metadata", "compute_type")
+    return all(getattr(a.ctx, n) == getattr(b.ctx, n) for n in names)
+
+
+def source_line(eqn) -> str:
+    """The user's line that made an equation: "file.py:12:3 (function)"."""
+    return _source_info.summarize(eqn.source_info)
+
+
+def replace_equations(jaxpr, eqns):
+    """`jaxpr`, open or closed, with other equations and the same everything else."""
+    if isinstance(jaxpr, ClosedJaxpr):  # all are, from JAX 0.11 or so
+        return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(eqns=eqns))
+    return jaxpr.replace(eqns=eqns)

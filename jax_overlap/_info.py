@@ -8,7 +8,7 @@ import platform
 import jax
 
 from jax_overlap import _compat, _native, config, errors
-from jax_overlap.plan import lowered
+from jax_overlap._plan import lowered
 
 _PACKAGES = ("jax-overlap", "jax", "jaxlib", "flax")
 

@@ -6,7 +6,7 @@ import jax
 from jax.extend import core
 
 from jax_overlap.ops._collective import plan_call, planners
-from jax_overlap.plan import Plan
+from jax_overlap._plan import Plan
 
 
 def explain(fn, *args, platform: str | None = None, **kwargs) -> list[Plan]:

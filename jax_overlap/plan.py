@@ -1,161 +1,81 @@
-"""What an op will do, and why: the decisions, apart from the code that acts on them.
+"""The command `python -m jax_overlap.plan`, which draws who does what when.
 
-A plan is made when an op is lowered (or by `jax_overlap.explain`, before that) from
-what is known then on every rank, so that all ranks decide alike.
+    python -m jax_overlap.plan --op matmul_reduce_scatter --ranks 8 --out plan.png
+
+`Plan`, what `jax_overlap.explain` returns, is at home in a module of its own: `-m`
+warns of one that the package has imported already.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import threading
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
 
-from jax_overlap import _native
-from jax_overlap.team import Team
+from jax_overlap import schedule
+from jax_overlap._plan import Plan as Plan
 
-# The dtypes that native ops take.
-NATIVE_DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int8")
-
-# ffi/ops/psum.cc has the same numbers.
-PSUM_ALGORITHMS = {"one_shot": 0, "two_shot": 1, "nvrar": 2}
-
-# Up to this size, of one rank's operands, an all-reduce goes through cells. On the
-# CPU ranks can read each other's operands, which is faster from the start (see
-# benchmarks/): cells serve the sizes where both cost next to nothing.
-ONE_SHOT_MAX_BYTES = 256
+_DPI = 120
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What one call of an op does.
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_overlap.plan",
+        description="Draws the timeline of an op: what each rank computes and sends "
+        "when, by the model of jax_overlap.schedule. Nothing is run or measured.",
+    )
+    parser.add_argument("--op", choices=schedule.OPS, default="matmul_reduce_scatter")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument(
+        "--sub-slices", type=int, default=1, help="pieces of a slice, sent one by one"
+    )
+    parser.add_argument(
+        "--ratio",
+        type=float,
+        help="time to send a slice over time to compute it, of the matmuls (default "
+        f"{schedule.DEFAULT_RATIO})",
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("plan.png"),
+        help="a .png, .svg or .pdf (default %(default)s)",
+    )
+    return parser
 
-    Attributes:
-      op: the public name, such as "psum".
-      axes: the mesh axes.
-      operands: type of each operand, such as "float32[8,128]".
-      implementation: "native", "lax", or "identity" where there is nothing to do.
-      algorithm: of a native call, such as "two_shot".
-      ranks: the devices of a group; 0 if unknown.
-      nodes: the nodes of a group.
-      reason: why this implementation and this algorithm.
-    """
 
-    op: str
-    axes: tuple[str, ...]
-    operands: tuple[str, ...]
-    implementation: str
-    algorithm: str | None
-    ranks: int
-    nodes: int
-    reason: str
+def _summary(timeline: schedule.Timeline) -> str:
+    waits = max(timeline.time(rank, "wait") for rank in range(timeline.ranks))
+    plural = "" if timeline.ranks == 1 else "s"
+    return (
+        f"{timeline.op}, {timeline.ranks} rank{plural}: {timeline.total:.2f} x the "
+        f"{timeline.unit}, of which a rank waits {waits:.2f}."
+    )
 
-    def __str__(self) -> str:
-        algorithm = f" {self.algorithm}" if self.algorithm else ""
-        nodes = f" in {self.nodes} nodes" if self.nodes > 1 else ""
-        return (
-            f"{self.op} over {self.axes} of {', '.join(self.operands)}: "
-            f"{self.implementation}{algorithm}, {self.ranks} ranks{nodes} "
-            f"({self.reason})"
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Writes the picture; its arguments are those of the command."""
+    args = _parser().parse_args(argv)
+    try:
+        timeline = schedule.timeline(args.op, args.ranks, args.sub_slices, args.ratio)
+    except ValueError as error:
+        sys.exit(f"jax_overlap.plan: {error}")
+    try:
+        from jax_overlap import _plot
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"jax_overlap.plan: drawing needs matplotlib ({error}). Install it: pip "
+            "install matplotlib, or jax-overlap with the extra 'plot'."
         )
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        _plot.draw(timeline).savefig(args.out, dpi=_DPI)
+    except (OSError, ValueError) as error:  # no such format, or nowhere to write
+        sys.exit(f"jax_overlap.plan: --out {args.out}: {error}")
+    print(_summary(timeline))
+    print(f"Wrote {args.out}.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Situation:
-    """Where a call is lowered: what decides beside the operands."""
-
-    platforms: tuple[str, ...]
-    mesh_axes: frozenset
-    manual_axes: frozenset
-    processes: int
-
-
-def why_not_native(
-    team: Team, dtype, situation: Situation, implementation: str | None
-) -> str:
-    """The reason for which a call has to lower to `jax.lax`; empty if it has not."""
-    automatic = situation.mesh_axes - situation.manual_axes
-    if implementation == "reference":
-        return "implementation='reference'"
-    if str(dtype) not in NATIVE_DTYPES:  # no numpy type for keys of jax.random
-        return f"dtype {dtype} is not among {', '.join(NATIVE_DTYPES)}"
-    if situation.platforms != ("cpu",):
-        return f"there is no native code for {', '.join(situation.platforms)} yet"
-    if _native.ffi is None:
-        return _native.why_missing
-    if situation.processes > 1:
-        return "on CPU, native ops serve one process, and this program has several"
-    if automatic:
-        return (
-            f"mesh axes {sorted(map(str, automatic))} are automatic here, and XLA "
-            "would gather the operands over them for a custom call. Make all axes "
-            "manual (jax.shard_map without axis_names)"
-        )
-    if team.groups is None:
-        return "axis_index_groups differ in size"
-    return ""
-
-
-def make_plan(
-    op: str, axes, avals, team: Team, situation: Situation, implementation, choose
-) -> Plan:
-    """The plan of `op` on `avals`, which have one dtype.
-
-    `choose(bytes of a rank's operands)` gives the algorithm of a native call and the
-    reason.
-    """
-    operands = tuple(a.str_short() for a in avals)
-    dtype = avals[0].dtype
-
-    def plan(kind, algorithm, reason):
-        return Plan(
-            op, tuple(axes), operands, kind, algorithm, team.ranks, team.nodes, reason
-        )
-
-    if reason := why_not_native(team, dtype, situation, implementation):
-        return plan("lax", None, reason)
-    if team.ranks == 1:
-        return plan("identity", None, "one rank")
-    if all(a.size == 0 for a in avals):
-        return plan("identity", None, "no elements")
-    algorithm, reason = choose(sum(a.size for a in avals) * dtype.itemsize)
-    return plan("native", algorithm, "; ".join(filter(None, (reason, team.note))))
-
-
-def choose_psum_algorithm(
-    nbytes: int, team: Team, forced: str | None
-) -> tuple[str, str]:
-    """The algorithm for `nbytes` a rank, and the reason."""
-    if forced is not None:
-        return forced, f"algorithm={forced!r}"
-    if team.nodes > 1:
-        return "nvrar", f"{team.nodes} nodes of {team.node_size} ranks"
-    if nbytes <= ONE_SHOT_MAX_BYTES:
-        return "one_shot", f"{nbytes} bytes are at most {ONE_SHOT_MAX_BYTES}"
-    return "two_shot", f"{nbytes} bytes are more than {ONE_SHOT_MAX_BYTES}"
-
-
-class Counter:
-    """Counts the plans that were lowered, for `jax_overlap.info`."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._counts: collections.Counter = collections.Counter()
-
-    def add(self, plan: Plan) -> None:
-        """Counts a plan; only of a fallback does the reason make a kind of its own."""
-        reason = plan.reason if plan.implementation == "lax" else ""
-        with self._lock:
-            self._counts[plan.op, plan.implementation, plan.algorithm, reason] += 1
-
-    def rows(self) -> list[dict]:
-        """{"op", "implementation", "algorithm", "reason", "count"}, a row a kind."""
-        with self._lock:
-            counts = sorted(self._counts.items(), key=str)
-        names = ("op", "implementation", "algorithm", "reason")
-        return [
-            dict(zip(names, kind, strict=True)) | {"count": count}
-            for kind, count in counts
-        ]
-
-
-lowered = Counter()
+if __name__ == "__main__":
+    main()

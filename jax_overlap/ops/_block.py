@@ -14,8 +14,8 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from jax_overlap import _compat
+from jax_overlap._plan import make_plan
 from jax_overlap.ops import _collective
-from jax_overlap.plan import make_plan
 
 # On the CPU every rank reads and writes its peers' operands in place.
 _ALGORITHM = ("direct", "peers' operands are addressed in place")

@@ -13,7 +13,7 @@ from jax.interpreters import mlir
 from jax.sharding import get_abstract_mesh
 
 from jax_overlap import _compat, _native, errors
-from jax_overlap.plan import NATIVE_DTYPES, Plan, Situation, lowered
+from jax_overlap._plan import NATIVE_DTYPES, Plan, Situation, lowered
 from jax_overlap.team import Team, make_team
 
 IMPLEMENTATIONS = ("reference", "native")
@@ -129,7 +129,10 @@ def lower_to_handler(ctx, target: str, team: Team, axes, xs, **attributes):
         groups=team.groups.reshape(-1),
         group_size=np.int64(team.ranks),
         node_size=np.int64(team.node_size),
-        **{name: np.int64(value) for name, value in attributes.items()},
+        **{
+            name: value if isinstance(value, np.ndarray) else np.int64(value)
+            for name, value in attributes.items()
+        },
     )
 
 

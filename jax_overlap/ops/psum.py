@@ -24,8 +24,8 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from jax_overlap import _compat, _native
+from jax_overlap._plan import PSUM_ALGORITHMS, choose_psum_algorithm, make_plan
 from jax_overlap.ops import _collective
-from jax_overlap.plan import PSUM_ALGORITHMS, choose_psum_algorithm, make_plan
 
 
 def reference(*xs, axes, axis_index_groups):
@@ -99,7 +99,7 @@ def psum(
         "algorithm": algorithm,
     }
     for indices in native.values():
-        outs = _bind([sums[i] for i in indices], axes, _compat.check_vma(), params)
+        outs = bind([sums[i] for i in indices], axes, _compat.check_vma(), **params)
         for i, out in zip(indices, outs, strict=True):
             sums[i] = out
     return jax.tree.unflatten(treedef, sums)
@@ -116,10 +116,11 @@ def _left_to_lax(leaf, axes, axis_index_groups) -> bool:
     )
 
 
-def _bind(xs, axes, invariant, params):
+def bind(xs, axes, invariant, **params):
+    """Binds the primitive: the sums of arrays of one dtype."""
     if invariant:  # types speak of the mesh only, so an axis of vmap goes by itself
         axes, others = _collective.split_axes(axes)
-        xs = _bind(xs, others, False, params)
+        xs = bind(xs, others, False, **params)
         xs = [_collective.make_varying(x, axes) for x in xs]
     if not axes:
         return xs
@@ -190,7 +191,7 @@ def _jvp(primals, tangents, *, axes, invariant, **params):
     live = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     out_tangents = [ad.Zero(_compat.tangent_type(out)) for out in outs]
     if live:
-        sums = _bind([tangents[i] for i in live], axes, invariant, params)
+        sums = bind([tangents[i] for i in live], axes, invariant, **params)
         for i, t in zip(live, sums, strict=True):
             out_tangents[i] = t
     return outs, out_tangents
@@ -209,7 +210,7 @@ def _transpose(cts, *xs, axes, invariant, **params):
     elif not live or _native.mutant("transpose_without_reduction"):
         sums = [cts[i] for i in live]
     else:
-        sums = _bind([cts[i] for i in live], axes, invariant, params)
+        sums = bind([cts[i] for i in live], axes, invariant, **params)
     for i, ct in zip(live, sums, strict=True):
         out[i] = ct
     return out
@@ -236,9 +237,7 @@ def _batch(axis_data, xs, dims, *, axes, axis_index_groups, **params):
         for x, d in zip(xs, dims, strict=True)
     ]
     rest = tuple(a for a in axes if a != axis_data.name)
-    outs = _bind(
-        xs, rest, params.pop("invariant"), {"axis_index_groups": None, **params}
-    )
+    outs = bind(xs, rest, axis_index_groups=None, **params)
     return outs, [None] * len(outs)
 
 

@@ -1,0 +1,171 @@
+"""What an op will do, and why: the decisions, apart from the code that acts on them.
+
+A plan is made when an op is lowered (or by `jax_overlap.explain`, before that) from
+what is known then on every rank, so that all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+
+from jax_overlap import _native
+from jax_overlap.team import Team
+
+# The dtypes that native ops take.
+NATIVE_DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int8")
+
+# ffi/ops/psum.cc has the same numbers.
+PSUM_ALGORITHMS = {"one_shot": 0, "two_shot": 1, "nvrar": 2}
+
+# Up to this size, of one rank's operands, an all-reduce goes through cells. On the
+# CPU ranks can read each other's operands, which is faster from the start (see
+# benchmarks/): cells serve the sizes where both cost next to nothing.
+ONE_SHOT_MAX_BYTES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one call of an op does.
+
+    Attributes:
+      op: the public name, such as "psum".
+      axes: the mesh axes.
+      operands: type of each operand, such as "float32[8,128]".
+      implementation: "native", "lax", or "identity" where there is nothing to do.
+      algorithm: of a native call, such as "two_shot".
+      ranks: the devices of a group; 0 if unknown.
+      nodes: the nodes of a group.
+      reason: why this implementation and this algorithm.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    operands: tuple[str, ...]
+    implementation: str
+    algorithm: str | None
+    ranks: int
+    nodes: int
+    reason: str
+
+    def __str__(self) -> str:
+        algorithm = f" {self.algorithm}" if self.algorithm else ""
+        nodes = f" in {self.nodes} nodes" if self.nodes > 1 else ""
+        return (
+            f"{self.op} over {self.axes} of {', '.join(self.operands)}: "
+            f"{self.implementation}{algorithm}, {self.ranks} ranks{nodes} "
+            f"({self.reason})"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """Where a call is lowered: what decides beside the operands."""
+
+    platforms: tuple[str, ...]
+    mesh_axes: frozenset
+    manual_axes: frozenset
+    processes: int
+
+
+def why_not_native(
+    team: Team, dtype, situation: Situation, implementation: str | None
+) -> str:
+    """The reason for which a call has to lower to `jax.lax`; empty if it has not."""
+    automatic = situation.mesh_axes - situation.manual_axes
+    if implementation == "reference":
+        return "implementation='reference'"
+    if str(dtype) not in NATIVE_DTYPES:  # no numpy type for keys of jax.random
+        return f"dtype {dtype} is not among {', '.join(NATIVE_DTYPES)}"
+    if situation.platforms != ("cpu",):
+        return f"there is no native code for {', '.join(situation.platforms)} yet"
+    if _native.ffi is None:
+        return _native.why_missing
+    if situation.processes > 1:
+        return "on CPU, native ops serve one process, and this program has several"
+    if automatic:
+        return (
+            f"mesh axes {sorted(map(str, automatic))} are automatic here, and XLA "
+            "would gather the operands over them for a custom call. Make all axes "
+            "manual (jax.shard_map without axis_names)"
+        )
+    if team.groups is None:
+        return "axis_index_groups differ in size"
+    return ""
+
+
+def make_plan(
+    op: str,
+    axes,
+    avals,
+    team: Team,
+    situation: Situation,
+    implementation,
+    choose,
+    no_elements: bool | None = None,
+) -> Plan:
+    """The plan of `op` on `avals`, which have one dtype.
+
+    `choose(bytes of a rank's operands)` gives the algorithm of a native call and the
+    reason; `no_elements` says whether there is nothing to move (default: no operand
+    has an element).
+    """
+    operands = tuple(a.str_short() for a in avals)
+    dtype = avals[0].dtype
+
+    def plan(kind, algorithm, reason):
+        return Plan(
+            op, tuple(axes), operands, kind, algorithm, team.ranks, team.nodes, reason
+        )
+
+    if reason := why_not_native(team, dtype, situation, implementation):
+        return plan("lax", None, reason)
+    if team.ranks == 1:
+        return plan("identity", None, "one rank")
+    if no_elements is None:
+        no_elements = all(a.size == 0 for a in avals)
+    if no_elements:
+        return plan("identity", None, "no elements")
+    algorithm, reason = choose(sum(a.size for a in avals) * dtype.itemsize)
+    return plan("native", algorithm, "; ".join(filter(None, (reason, team.note))))
+
+
+def choose_psum_algorithm(
+    nbytes: int, team: Team, forced: str | None
+) -> tuple[str, str]:
+    """The algorithm for `nbytes` a rank, and the reason."""
+    if forced is not None:
+        return forced, f"algorithm={forced!r}"
+    if team.nodes > 1:
+        return "nvrar", f"{team.nodes} nodes of {team.node_size} ranks"
+    if nbytes <= ONE_SHOT_MAX_BYTES:
+        return "one_shot", f"{nbytes} bytes are at most {ONE_SHOT_MAX_BYTES}"
+    return "two_shot", f"{nbytes} bytes are more than {ONE_SHOT_MAX_BYTES}"
+
+
+class Counter:
+    """Counts the plans that were lowered, for `jax_overlap.info`."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._counts: collections.Counter = collections.Counter()
+
+    def add(self, plan: Plan) -> None:
+        """Counts a plan; only of a fallback does the reason make a kind of its own."""
+        reason = plan.reason if plan.implementation == "lax" else ""
+        with self._lock:
+            self._counts[plan.op, plan.implementation, plan.algorithm, reason] += 1
+
+    def rows(self) -> list[dict]:
+        """{"op", "implementation", "algorithm", "reason", "count"}, a row a kind."""
+        with self._lock:
+            counts = sorted(self._counts.items(), key=str)
+        names = ("op", "implementation", "algorithm", "reason")
+        return [
+            dict(zip(names, kind, strict=True)) | {"count": count}
+            for kind, count in counts
+        ]
+
+
+lowered = Counter()

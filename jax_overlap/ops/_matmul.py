@@ -1,0 +1,433 @@
+"""What the fused matmuls share: any `lax.dot_general` as the matmul of the handlers.
+
+The primitives know one form, to which the public functions bring their operands by
+transposes and reshapes (which cost nothing where dimensions are in order already):
+
+    y[g, a, q, n] = sum over k of x[g, a, q, k] * w[g, k, n]      w or its transpose
+
+`g` stands for the batch dimensions of the dot_general, `a` and `q` for the free
+dimensions of x, of which `q` begins with the one that is scattered or gathered, `k`
+for the contracting dimensions, `n` for the free dimensions of w. What is cut in parts,
+one for each rank, is `rows` (q), `batch` (g), `cols` (n, scattered) or `inner` (k,
+gathered); a part is then a block of memory, or a block of each row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.interpreters import mlir
+
+from jax_overlap import _compat
+from jax_overlap._plan import make_plan
+from jax_overlap.ops import _block, _collective
+
+# Positions in x, w and the result of the dimension that is cut.
+CUT_IN_X = {"batch": 0, "rows": 2, "inner": 3}
+CUT_IN_OUT = {"batch": 0, "rows": 2, "cols": 3}
+CUTS = {"rows": 0, "batch": 1, "cols": 2, "inner": 3}  # as in ffi/ops/matmul.h
+
+ALGORITHMS = {"in_place": 0, "sliced": 1}  # as in ffi/ops/matmul_handler.h
+
+# Half types accumulate in float32 and may be left there.
+_NATIVE_RESULTS = {
+    "float32": ("float32",),
+    "float64": ("float64",),
+    "bfloat16": ("bfloat16", "float32"),
+    "float16": ("float16", "float32"),
+}
+
+
+# ------------------------------------------------------------- public arguments
+def promoted(x, *ws):
+    """`x` and the weights in their common type, as in `x @ w`."""
+    x, *ws = (jnp.asarray(a) for a in (x, *ws))
+    dtype = jnp.result_type(x, *ws)
+    return [a.astype(dtype) for a in (x, *ws)]
+
+
+def dims_of_matmul(op: str, dims, x, w):
+    """`dimension_numbers` as tuples counted from the front; default: of `x @ w`."""
+    if dims is None:
+        if w.ndim != 2 or x.ndim < 1:
+            raise ValueError(
+                f"{op}: without dimension_numbers, x has to be [..., k] and w [k, n], "
+                f"but their shapes are {x.shape} and {w.shape}. Pass dimension_numbers "
+                "as to jax.lax.dot_general."
+            )
+        return (((x.ndim - 1,), (0,)), ((), ()))
+    (xc, wc), (xb, wb) = dims
+    front = lambda axes, ndim: tuple(_block.from_front(int(a), ndim) for a in axes)  # noqa: E731
+    return (
+        (front(xc, x.ndim), front(wc, w.ndim)),
+        (front(xb, x.ndim), front(wb, w.ndim)),
+    )
+
+
+def result_type(x_shape, x, w, dims, precision, preferred):
+    """Shape and dtype of the dot_general; refuses what it refuses, in its words."""
+    dot = partial(
+        lax.dot_general,
+        dimension_numbers=dims,
+        precision=precision,
+        preferred_element_type=preferred,
+    )
+    operands = ((x_shape, x.dtype), (w.shape, w.dtype))
+    return jax.eval_shape(dot, *(jax.ShapeDtypeStruct(*o) for o in operands))
+
+
+def check_algorithm(op, implementation, algorithm, algorithms=ALGORITHMS):
+    """`_collective.check_options` of these ops."""
+    _collective.check_options(op, implementation, algorithm, algorithms)
+
+
+def check_native(op: str, implementation, x, out_dtype) -> None:
+    """Refuses types that `implementation="native"` cannot serve."""
+    if implementation == "native" and (why := why_not_types(x.dtype, out_dtype)):
+        raise TypeError(
+            f"{op}: implementation='native' does not take this: {why}. "
+            "implementation=None lowers to jax.lax."
+        )
+
+
+def why_not_types(dtype, out_dtype) -> str:
+    """Why there is no native code for operands and result of these dtypes, or ""."""
+    if str(out_dtype) in _NATIVE_RESULTS.get(str(dtype), ()):
+        return ""
+    return (
+        f"a matmul of {dtype} with a result of {out_dtype} (native are float32, "
+        "float64, and bfloat16 and float16 with a result of the same type or float32)"
+    )
+
+
+def add_bias(y, bias):
+    """`y + bias` in the type of `y`."""
+    return y if bias is None else y + jnp.asarray(bias).astype(y.dtype)
+
+
+# -------------------------------------------------------------------- the form
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How the operands of a dot_general come into the form of the primitives.
+
+    Attributes:
+      cut: "rows", "batch", "cols", "inner", or "" where nothing is cut.
+      x_perm: order of the dimensions of x: batch, free, contracting.
+      w_perm: of those of w: batch, contracting, free, or (transposed) free last.
+      transposed: whether w comes as [g, n, k].
+      outer: how many of the free dimensions of x come before what is cut.
+      counts: how many dimensions are batch, free in x, contracting, free in w.
+      out_order: for each dimension of the dot_general's result, its place among
+        those of the primitive's.
+    """
+
+    cut: str
+    x_perm: tuple[int, ...]
+    w_perm: tuple[int, ...]
+    transposed: bool
+    outer: int
+    counts: tuple[int, int, int, int]
+    out_order: tuple[int, ...]
+
+    def x(self, x):
+        """Brings x to [g, a, q, k]."""
+        x = _transposed(x, self.x_perm)
+        b, f, _, _ = self.counts
+        ends = (0, b, b + self.outer, b + f, x.ndim)
+        return lax.reshape(x, _products(x.shape, ends))
+
+    def w(self, w):
+        """Brings w to [g, k, n], or [g, n, k]."""
+        w = _transposed(w, self.w_perm)
+        b, _, k, n = self.counts
+        ends = (0, b, b + (n if self.transposed else k), w.ndim)
+        return lax.reshape(w, _products(w.shape, ends))
+
+    def out(self, y, x, w, resize):
+        """[g, a, q, n] as the result for operands x and w; resize: of the cut one."""
+        b, f, k, _ = self.counts
+        x_sizes = [x.shape[d] for d in self.x_perm]
+        w_sizes = [w.shape[d] for d in self.w_perm]
+        n_sizes = w_sizes[b : len(w_sizes) - k] if self.transposed else w_sizes[b + k :]
+        sizes = x_sizes[: b + f] + n_sizes
+        places = {"batch": 0, "rows": b + self.outer, "cols": b + f}
+        if self.cut in places:
+            sizes[places[self.cut]] = resize(sizes[places[self.cut]])
+        return _transposed(lax.reshape(y, sizes), self.out_order)
+
+    def gathered(self, g, x, resize):
+        """[g, a, q, k], gathered, in the order of the dimensions of x."""
+        b, f, _, _ = self.counts
+        sizes = [x.shape[d] for d in self.x_perm]
+        place = {"batch": 0, "rows": b + self.outer, "inner": b + f}[self.cut]
+        sizes[place] = resize(sizes[place])
+        return _transposed(lax.reshape(g, sizes), np.argsort(self.x_perm))
+
+
+def form_of(dims, x_ndim: int, w_ndim: int, cut: str, index: int) -> Form:
+    """The form of a dot_general of which dimension `index` of a kind is cut.
+
+    cut: "batch", "rows", "cols", "inner" or "", and `index` counts among the batch
+    dimensions, the free ones of x, the free ones of w, or the contracting ones.
+    """
+    (xc, wc), (xb, wb) = dims
+    in_order = sorted(zip(xc, wc, strict=True))
+    index = index if cut != "inner" else in_order.index((xc[index], wc[index]))
+    xc, wc = [x for x, _ in in_order], [w for _, w in in_order]
+    free_x = [d for d in range(x_ndim) if d not in (*xc, *xb)]
+    free_w = [d for d in range(w_ndim) if d not in (*wc, *wb)]
+    batch = _first(len(xb), index if cut == "batch" else 0)
+    inner = _first(len(xc), index if cut == "inner" else 0)
+    cols = _first(len(free_w), index if cut == "cols" else 0)
+    w_batch, w_inner, w_cols = (
+        [wb[i] for i in batch],
+        [wc[i] for i in inner],
+        [free_w[i] for i in cols],
+    )
+    transposed = [*w_batch, *w_cols, *w_inner] == list(range(w_ndim)) and bool(w_cols)
+    w_perm = [*w_batch, *w_cols, *w_inner] if transposed else [*w_batch, *w_inner]
+    w_perm += [] if transposed else w_cols
+    out = [*batch, *(len(xb) + i for i in range(len(free_x)))]
+    out += [len(xb) + len(free_x) + i for i in cols]
+    return Form(
+        cut=cut,
+        x_perm=(*(xb[i] for i in batch), *free_x, *(xc[i] for i in inner)),
+        w_perm=tuple(w_perm),
+        transposed=transposed,
+        outer=index if cut == "rows" else 0,
+        counts=(len(xb), len(free_x), len(xc), len(free_w)),
+        out_order=tuple(int(i) for i in np.argsort(out)),
+    )
+
+
+def _first(count: int, index: int) -> list[int]:
+    """0 .. count-1, with `index` moved to the front."""
+    return sorted(range(count), key=lambda i: i != index)
+
+
+def _transposed(x, perm):
+    perm = tuple(int(i) for i in perm)
+    return x if perm == tuple(range(x.ndim)) else lax.transpose(x, perm)
+
+
+def _products(shape, ends):
+    return tuple(math.prod(shape[a:b]) for a, b in itertools.pairwise(ends))
+
+
+# -------------------------------------------------- local parts, in the form
+def dot(x, w, transposed: bool, dtype, precision=None):
+    """The matmul of one rank: [g, a, q, k] and [g, k, n] -> [g, a, q, n]."""
+    x, w = _same_type(x, w)
+    dims = (((3,), (2 if transposed else 1,)), ((0,), (0,)))
+    y = lax.dot_general(x, w, dims, precision=precision, preferred_element_type=dtype)
+    return y.astype(dtype)
+
+
+def weight_gradient(x, ct, transposed: bool, dtype, precision):
+    """The cotangent of w in `dot`, of x and the cotangent of the result."""
+    x, ct = _same_type(x, ct)
+    pair = (ct, x) if transposed else (x, ct)
+    dims = (((1, 2), (1, 2)), ((0,), (0,)))
+    wide = jnp.promote_types(x.dtype, dtype)
+    dw = lax.dot_general(*pair, dims, precision=precision, preferred_element_type=wide)
+    return dw.astype(dtype)
+
+
+def _same_type(*arrays):
+    dtype = jnp.result_type(*arrays)
+    return [a.astype(dtype) for a in arrays]
+
+
+def same_varying(axes, *arrays):
+    """Marks all as varying over `axes` and whatever one of them varies over."""
+    names = set(axes).union(*(_compat.varying(a) for a in arrays))
+    return [_collective.make_varying(a, tuple(sorted(names, key=str))) for a in arrays]
+
+
+def in_one_type(xs, ws):
+    """Operands that a rule brings together (a cotangent may be wider), in one dtype."""
+    dtype = jnp.result_type(*xs, *ws)
+    return [a.astype(dtype) for a in (*xs, *ws)]
+
+
+# ------------------------------------------------------------------- primitives
+def make_primitive(op: str, reference, abstract_eval):
+    """A primitive on operands in the form, with what all three have alike.
+
+    Args:
+      op: the public name.
+      reference: (*operands, **parameters) -> list of results, by `jax.lax`.
+      abstract_eval: (*avals, **parameters) -> list of results' types.
+    """
+    primitive = core.Primitive(f"jax_overlap_{op}")
+    primitive.multiple_results = True
+    primitive.def_impl(partial(_compat.apply_primitive, primitive))
+
+    @primitive.def_effectful_abstract_eval
+    def _(*avals, axes, **params):
+        _compat.check_axis_names(axes, f"jax_overlap.{op}")
+        effects = {_compat.NamedAxisEffect(axis) for axis in axes}
+        return abstract_eval(*avals, axes=axes, **params), effects
+
+    _collective.planners[primitive] = partial(_plan, op, abstract_eval)
+    lower = partial(_lower, op, primitive, reference)
+    mlir.register_lowering(primitive, lower)
+    mlir.register_lowering(primitive, lower, platform="cpu")
+    return primitive
+
+
+def result_aval(x, dtype, shape, varying):
+    """The type of a result."""
+    return x.update(
+        shape=tuple(shape),
+        dtype=np.dtype(dtype),
+        weak_type=False,
+        manual_axis_type=x.mat.update(varying=varying),
+    )
+
+
+def check_varying(op: str, avals, axes) -> frozenset:
+    """What all operands vary over, which has to hold `axes`."""
+    varying = avals[0].mat.varying
+    if _compat.check_vma() and not all(
+        a.mat.varying == varying and set(axes) <= varying for a in avals
+    ):
+        raise ValueError(
+            f"{op}: all operands have to vary over {axes} and alike, but vary over "
+            f"{[sorted(map(str, a.mat.varying)) for a in avals]}. Mark them by "
+            "jax.lax.pcast(x, axes, to='varying')."
+        )
+    return varying
+
+
+def _plan(op, abstract_eval, avals, team, situation, **params):
+    axes, algorithm = params["axes"], params["algorithm"]
+    results = abstract_eval(*avals, **params)
+    chosen = (algorithm, f"algorithm={algorithm!r}") if algorithm else _IN_PLACE
+    plan = make_plan(
+        op,
+        axes,
+        avals,
+        team,
+        situation,
+        params["implementation"],
+        lambda nbytes: chosen,
+        no_elements=_all_empty(results) or _all_empty(avals[: params.get("xs", 1)]),
+    )
+    why = why_not_types(avals[0].dtype, results[0].dtype)
+    from jax_overlap import _native  # TODO: goes with the handlers
+
+    if _native.ffi and f"jax_overlap.{op}" not in _native.ffi.targets():
+        why = "no handler yet"
+    if why and plan.implementation != "lax":
+        return dataclasses.replace(
+            plan, implementation="lax", algorithm=None, reason=why
+        )
+    return plan
+
+
+_IN_PLACE = ("in_place", "peers' operands are addressed in place")
+
+
+def _all_empty(avals) -> bool:
+    return all(a.size == 0 for a in avals)
+
+
+def _lower(op, primitive, reference, ctx, *operands, **params):
+    team, plan = _collective.plan_lowering(ctx, primitive, params)
+    if plan.implementation == "identity" and team.ranks != 1:  # no elements
+        zeros = lambda *_: [jnp.zeros(a.shape, a.dtype) for a in ctx.avals_out]  # noqa: E731
+        return mlir.lower_fun(zeros, multiple_results=True)(ctx, *operands)
+    if plan.implementation != "native":
+        alone = plan.implementation == "identity"
+        local = {"axes": (), "axis_index_groups": None} if alone else {}
+        return _collective.lower_to_lax(
+            ctx, partial(reference, **{**params, **local}), operands, False
+        )
+    assert plan.algorithm is not None
+    xs = params.get("xs", 1)
+    x, out = ctx.avals_in[0], ctx.avals_out[0]
+    flags = np.array(params["transposed"], np.int64)
+    return _collective.lower_to_handler(
+        ctx,
+        f"jax_overlap.{op}",
+        team,
+        params["axes"],
+        operands,
+        algorithm=ALGORITHMS[plan.algorithm],
+        cut=CUTS.get(params.get("cut", "rows"), 0),
+        wide=x.dtype != out.dtype,
+        xs=xs,
+        # Shapes of x and of w [g, k, n], an operand after the other.
+        x_shapes=np.array([a.shape for a in ctx.avals_in[:xs]], np.int64).reshape(-1),
+        w_cols=np.array(
+            [
+                a.shape[1 if t else 2]
+                for a, t in zip(ctx.avals_in[xs:], flags, strict=True)
+            ],
+            np.int64,
+        ),
+        transposed=flags,
+    )
+
+
+# --------------------------------------------------------------------- batching
+def check_batch_axis(op: str, axis_data, axes) -> None:
+    """Refuses to be batched over an axis of the collective."""
+    if axis_data.name in axes:
+        raise NotImplementedError(
+            f"{op}: traced over the mesh axes {axes}, but batched over one of them."
+        )
+
+
+def fold_batch(axis_data, xs, x_dims, ws, w_dims, transposed, *, into_cols: bool):
+    """Operands with the batch dimension folded into one of the form.
+
+    Returns (xs, ws, unfold), and unfold(result) is (batched result, its batch
+    dimension). The batch goes into `a` if no weight has it, into `n` if no x has it
+    (and `into_cols`), else into `g`.
+    """
+    n = axis_data.size
+    if all(d is None for d in w_dims):
+        xs = [
+            _merged(_with_batch(x, d, n, 1), 1) for x, d in zip(xs, x_dims, strict=True)
+        ]
+        return xs, ws, lambda y: (_split(y, 1, n, first=True), 1)
+    if into_cols and all(d is None for d in x_dims):
+        ws = [
+            _merged(_with_batch(w, d, n, 1 if t else 2), 1 if t else 2)
+            for w, d, t in zip(ws, w_dims, transposed, strict=True)
+        ]
+        return xs, ws, lambda y: (_split(y, 3, n, first=True), 3)
+    xs = [_merged(_with_batch(x, d, n, 1), 0) for x, d in zip(xs, x_dims, strict=True)]
+    ws = [_merged(_with_batch(w, d, n, 1), 0) for w, d in zip(ws, w_dims, strict=True)]
+    return xs, ws, lambda y: (_split(y, 0, n, first=False), 1)
+
+
+def _with_batch(x, d, size, place):
+    if d is None:
+        shape = (*x.shape[:place], size, *x.shape[place:])
+        kept = [i for i in range(len(shape)) if i != place]
+        return lax.broadcast_in_dim(x, shape, kept)
+    return jnp.moveaxis(x, d, place)
+
+
+def _merged(x, i):
+    """Dimensions i and i + 1 as one."""
+    return lax.reshape(
+        x, (*x.shape[:i], x.shape[i] * x.shape[i + 1], *x.shape[i + 2 :])
+    )
+
+
+def _split(x, i, size, first: bool):
+    """Dimension i as two, of which the first, or the second, has `size`."""
+    pair = (size, x.shape[i] // size) if first else (x.shape[i] // size, size)
+    return lax.reshape(x, (*x.shape[:i], *pair, *x.shape[i + 1 :]))
