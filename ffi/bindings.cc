@@ -19,7 +19,10 @@ namespace {
 
 const Handler kHandlers[] = {
     AllGatherHandler(),
+    AllGatherMatmulHandler(),
     AllToAllHandler(),
+    MatmulAllReduceHandler(),
+    MatmulReduceScatterHandler(),
     PsumHandler(),
     PsumScatterHandler(),
 };

@@ -14,9 +14,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Bytes of all ranks' operands from which a second thread pays for its wake-up.
-constexpr size_t kHelpFromBytes = 4 << 20;
-
 ffi::Error MakeError(const std::string& text) {
   return ffi::Error(ffi::ErrorCode::kInternal, text);
 }
@@ -34,9 +31,10 @@ std::string Run(std::shared_ptr<HostProgram> program, const Schedule& schedule) 
   const HostSite& site = program->site();
   if (std::string error = program->Prepare(); !error.empty()) return site.what() + ": " + error;
   const int others = static_cast<int>(std::thread::hardware_concurrency()) - 1;
-  const bool helped = program->total_bytes() >= kHelpFromBytes;
-  RunRanks(site.ranks(), program->waits(), helped ? std::min(others, site.ranks() - 1) : 0,
-           schedule, [program](int rank, Waiter& waiter) { program->RunRank(rank, waiter); });
+  const int tasks = program->tasks();
+  const int helpers = program->wants_help() ? std::max(0, std::min(others, tasks - 1)) : 0;
+  RunRanks(tasks, program->waits(), helpers, schedule,
+           [program](int task, Waiter& waiter) { program->RunTask(task, waiter); });
   for (const Status& status : program->statuses()) {
     if (!status.failed) continue;
     return site.what() + ": rank " + std::to_string(status.rank) + " waited in vain for rank " +
@@ -92,14 +90,17 @@ ffi::Future ExecuteOnHost(const HostSite& site, ffi::RunId run, ffi::ThreadPool 
 
   Operands operands;
   ffi::DataType dtype = ffi::DataType::INVALID;
-  for (size_t leaf = 0; leaf < args.size(); ++leaf) {
-    const auto in = args.get<ffi::AnyBuffer>(leaf);
-    auto out = rets.get<ffi::AnyBuffer>(leaf);
-    if (in.has_error() || out.has_error()) return Failed(site.what() + ": bad operands");
+  for (size_t i = 0; i < args.size(); ++i) {
+    const auto in = args.get<ffi::AnyBuffer>(i);
+    if (in.has_error()) return Failed(site.what() + ": bad operands");
     dtype = in->element_type();
     operands.inputs.push_back(in->untyped_data());
-    operands.outputs.push_back((*out)->untyped_data());
     operands.counts.push_back(in->element_count());
+  }
+  for (size_t i = 0; i < rets.size(); ++i) {
+    auto out = rets.get<ffi::AnyBuffer>(i);
+    if (out.has_error()) return Failed(site.what() + ": bad results");
+    operands.outputs.push_back((*out)->untyped_data());
   }
   if (!WithElementType(dtype, [](auto) {})) return Failed(site.what() + ": unexpected dtype");
 

@@ -63,15 +63,18 @@ class HostProgram {
   virtual std::string Prepare() = 0;
   // Gives it back; not called after an error.
   virtual void Finish() = 0;
-  // One rank's part. Whether ranks may wait for each other in it, and the bytes
-  // they touch together, decide how it is run.
-  virtual void RunRank(int rank, Waiter& waiter) = 0;
+  // The pieces that the work is cut in: a rank's part each, where ranks wait for each
+  // other, else as fine as it pays.
+  virtual int tasks() const { return site_.ranks(); }
+  virtual void RunTask(int task, Waiter& waiter) = 0;
+  // Whether tasks wait for each other, and whether there is enough to do for others to
+  // help, decide how they are run.
   virtual bool waits() const = 0;
-  virtual size_t total_bytes() const = 0;
+  virtual bool wants_help() const = 0;
 
   const HostSite& site() const { return site_; }
   const HostCall& call() const { return *call_; }
-  const std::vector<size_t>& counts() const { return call_->counts; }  // of a leaf's elements
+  const std::vector<size_t>& counts() const { return call_->counts; }  // an input's elements
   const std::vector<Status>& statuses() const { return statuses_; }
 
  protected:
@@ -88,12 +91,15 @@ class HostProgram {
       HostLink<true>::Clock::now() + Rendezvous::WaitTimeout();
 };
 
+// Bytes of all ranks' operands from which a second thread pays for its wake-up.
+constexpr size_t kHelpFromBytes = 4 << 20;
+
 // Makes an op's program for a call in which the operands have `dtype`.
 using MakeProgram = std::function<std::shared_ptr<HostProgram>(
     HostTeam& team, xla::ffi::DataType dtype, std::unique_ptr<HostCall> call)>;
 
-// A rank's execute stage: arrives with its operands (`args` and `rets`, in pairs of
-// one dtype), and runs the call if it is the last. The result is available, or has
+// A rank's execute stage: arrives with its operands (`args`, of one dtype, and `rets`),
+// and runs the call if it is the last. The result is available, or has
 // its error, when the future says so; the calling thread never waits.
 xla::ffi::Future ExecuteOnHost(const HostSite& site, xla::ffi::RunId run, xla::ffi::ThreadPool pool,
                                xla::ffi::Buffer<xla::ffi::U32> device, xla::ffi::RemainingArgs args,

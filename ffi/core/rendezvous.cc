@@ -137,9 +137,11 @@ std::unique_ptr<HostCall> Rendezvous::Arrive(int64_t run, int group, int rank, O
     return nullptr;
   }
   pending.here[rank] = true;
-  for (size_t leaf = 0; leaf < operands.inputs.size(); ++leaf) {
-    pending.call.inputs[leaf * ranks_ + rank] = operands.inputs[leaf];
-    pending.call.outputs[leaf * ranks_ + rank] = operands.outputs[leaf];
+  for (size_t i = 0; i < operands.inputs.size(); ++i) {
+    pending.call.inputs[i * ranks_ + rank] = operands.inputs[i];
+  }
+  for (size_t i = 0; i < operands.outputs.size(); ++i) {
+    pending.call.outputs[i * ranks_ + rank] = operands.outputs[i];
   }
   pending.call.completions[rank] = std::move(completion);
   if (pending.arrived < ranks_) {

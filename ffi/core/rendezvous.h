@@ -27,19 +27,19 @@ namespace jax_overlap {
 // Completes a rank's result: with an error text, or (null) as available.
 using Completion = std::function<void(const std::string* error)>;
 
-// One rank's operands, a leaf of the pytree each.
+// One rank's operands and results.
 struct Operands {
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
-  std::vector<size_t> counts;  // elements
+  std::vector<size_t> counts;  // elements, an input
 };
 
 // A call at which all ranks have arrived.
 struct HostCall {
   int ranks = 0;
-  std::vector<size_t> counts;       // a leaf
-  std::vector<const void*> inputs;  // [leaf * ranks + rank]
-  std::vector<void*> outputs;       // the same
+  std::vector<size_t> counts;       // an input
+  std::vector<const void*> inputs;  // [input * ranks + rank]
+  std::vector<void*> outputs;       // [result * ranks + rank]
   std::vector<Completion> completions;
 };
 

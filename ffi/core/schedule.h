@@ -33,9 +33,40 @@ JO_HD size_t MaxSlice(size_t n, int parts, size_t align) {
   return Min(n, RoundUp(CeilDiv(n, static_cast<size_t>(parts)), align));
 }
 
+// The same of a slice, which stays what it is: `index` of its `parts`. All but the
+// last that is not empty are multiples of `align` elements long.
+JO_HD Slice SubSliceOf(Slice slice, int parts, int index, size_t align) {
+  const Slice part = SliceOf(slice.size(), parts, index, align);
+  return {slice.begin + part.begin, slice.begin + part.end};
+}
+
 // The k-th peer that `rank` serves, k = 1 .. size-1. Ranks start with different
 // peers, so that no peer is written to by all of them at once.
 JO_HD int Rotated(int rank, int k, int size) { return (rank + k) % size; }
+
+// The order in which `rank` computes the slices of a matmul, so that no transfer is
+// left over at the end (arXiv:2604.24013). Slice s belongs to rank s; `step` is 0 ..
+// size-1. Of 4 ranks:
+//
+//            OwnFirst: gather, compute    OwnLast: compute, reduce-scatter
+//   rank 0        0 3 2 1                      3 2 1 0
+//   rank 1        1 0 3 2                      0 3 2 1
+//   rank 2        2 1 0 3                      1 0 3 2
+//   rank 3        3 2 1 0                      2 1 0 3
+//
+// The own slice comes first where the operand has to arrive: it needs nothing, and the
+// others come meanwhile. It comes last where the result has to leave: nobody waits for
+// it, and the others leave meanwhile. Down a column no slice repeats: in a step every
+// rank reads from, or writes to, another one.
+JO_HD int OwnFirst(int rank, int step, int size) { return (rank + size - step) % size; }
+JO_HD int OwnLast(int rank, int step, int size) { return (rank + size - 1 - step) % size; }
+
+// The step in which `rank` computes `slice`. In own-first order it is the step for which
+// the slice has to have come: so its owner sends it to Rotated(owner, k, size), k = 1, 2,
+// .., who need it in step k. In own-last order it is the step after which the partial
+// result leaves for the slice's owner.
+JO_HD int OwnFirstStep(int rank, int slice, int size) { return (rank + size - slice) % size; }
+JO_HD int OwnLastStep(int rank, int slice, int size) { return (rank + size - 1 - slice) % size; }
 
 // Recursive doubling for any number of nodes. With K the largest power of two
 // that is not above `nodes`, node n >= K first gives its part to node n - K

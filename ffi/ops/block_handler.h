@@ -38,11 +38,12 @@ class BlockProgram : public HostProgram {
   std::string Prepare() override { return ""; }
   void Finish() override {}
   bool waits() const override { return false; }
-  size_t total_bytes() const override {
-    return blocks_.part_size() * blocks_.parts * xla::ffi::ByteWidth(dtype_) * blocks_.parts;
+  bool wants_help() const override {
+    return blocks_.part_size() * blocks_.parts * xla::ffi::ByteWidth(dtype_) * blocks_.parts >=
+           kHelpFromBytes;
   }
 
-  void RunRank(int rank, Waiter& waiter) override {
+  void RunTask(int rank, Waiter& waiter) override {
     WithElementType(dtype_, [&](auto element) {
       using T = decltype(element);
       HostLink<true> link(rank, site().ranks(), nullptr, call().inputs.data(),

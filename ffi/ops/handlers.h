@@ -14,7 +14,10 @@ struct Handler {
 };
 
 Handler AllGatherHandler();
+Handler AllGatherMatmulHandler();
 Handler AllToAllHandler();
+Handler MatmulAllReduceHandler();
+Handler MatmulReduceScatterHandler();
 Handler PsumHandler();
 Handler PsumScatterHandler();
 

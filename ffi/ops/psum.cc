@@ -13,7 +13,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// The values of the attribute `algorithm`; jax_overlap/plan.py has the same.
+// The values of the attribute `algorithm`; jax_overlap/_plan.py has the same.
 enum class Algorithm : int64_t { kOneShot = 0, kTwoShot = 1, kNvrar = 2 };
 
 struct PsumSite {
@@ -58,7 +58,7 @@ class PsumProgram : public HostProgram {
   }
   void Finish() override { team().Give(std::move(channel_)); }
 
-  void RunRank(int rank, Waiter& waiter) override {
+  void RunTask(int rank, Waiter& waiter) override {
     Dispatch([&](auto algorithm, auto element, size_t capacity) {
       RunLeaves<decltype(algorithm), decltype(element)>(rank, capacity, waiter);
     });
@@ -67,10 +67,10 @@ class PsumProgram : public HostProgram {
   // In place, two_shot has nothing to wait for.
   bool waits() const override { return algorithm_ != Algorithm::kTwoShot; }
 
-  size_t total_bytes() const override {
+  bool wants_help() const override {
     size_t elements = 0;
     for (size_t count : counts()) elements += count;
-    return elements * ffi::ByteWidth(dtype_) * site().ranks();
+    return elements * ffi::ByteWidth(dtype_) * site().ranks() >= kHelpFromBytes;
   }
 
  private:

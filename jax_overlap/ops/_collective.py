@@ -42,12 +42,53 @@ def check_native_dtype(op: str, implementation, dtype) -> None:
         )
 
 
-def canonical_axes(op: str, axis_name) -> tuple:
-    """`axis_name` as a tuple, as `jax.lax` reads it."""
+def canonical_axes(op: str, axis_name, x=()) -> tuple:
+    """`axis_name` as a tuple, as `jax.lax` reads it; x: the operands, for errors."""
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if len(set(axes)) < len(axes):  # XLA aborts the process
         raise ValueError(f"{op}: axis_name={axis_name!r} names an axis twice.")
+    for axis in axes:
+        if not isinstance(axis, int):  # which is a dimension, for lax.psum
+            _check_bound(op, axis, x)
     return _compat.without_unit_axes(axes)
+
+
+def _check_bound(op: str, axis, x) -> None:
+    """Refuses an axis that no `shard_map` or `vmap` has bound."""
+    try:
+        lax.axis_size(axis)
+    except NameError as error:
+        from jax_overlap import sharded  # which calls the ops
+
+        whole = "the layers of jax_overlap.flax, or jax_overlap.overlap"
+        if hasattr(sharded, op):
+            whole = f"jax_overlap.sharded.{op}, {whole}"
+        raise NameError(
+            f"{error}\njax_overlap.{op} works on the arrays of one rank of {axis!r}. "
+            f"Call it inside jax.shard_map over {axis!r} (or jax.vmap with axis_name="
+            f"{axis!r}).{_where_it_is(axis, x)} For whole arrays, outside of "
+            f"jax.shard_map, take {whole}."
+        ) from None
+
+
+def _where_it_is(axis, x) -> str:
+    """What to say of an axis of a mesh that is set, or on which operands lie."""
+    types = [jax.typeof(leaf) for leaf in jax.tree.leaves(x)]
+    cut = [t for t in types if axis in _axes_of(t.sharding.spec)]
+    if cut:
+        return (
+            f" An operand is of type {cut[0]}, sharded over {axis!r}, but only "
+            "jax.shard_map (not jax.jit) binds the axis."
+        )
+    meshes = [get_abstract_mesh(), *(t.sharding.mesh for t in types)]
+    if any(axis in mesh.axis_names for mesh in meshes):
+        return f" The mesh has {axis!r}, but only jax.shard_map binds it."
+    return ""
+
+
+def _axes_of(spec) -> set:
+    """All axes that a `PartitionSpec` has."""
+    return {a for e in spec for a in (e if isinstance(e, tuple) else (e,))}
 
 
 def checked_groups(op: str, groups, axes: tuple):

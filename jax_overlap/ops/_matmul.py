@@ -323,10 +323,6 @@ def _plan(op, abstract_eval, avals, team, situation, **params):
         no_elements=_all_empty(results) or _all_empty(avals[: params.get("xs", 1)]),
     )
     why = why_not_types(avals[0].dtype, results[0].dtype)
-    from jax_overlap import _native  # TODO: goes with the handlers
-
-    if _native.ffi and f"jax_overlap.{op}" not in _native.ffi.targets():
-        why = "no handler yet"
     if why and plan.implementation != "lax":
         return dataclasses.replace(
             plan, implementation="lax", algorithm=None, reason=why
@@ -365,7 +361,6 @@ def _lower(op, primitive, reference, ctx, *operands, **params):
         algorithm=ALGORITHMS[plan.algorithm],
         cut=CUTS.get(params.get("cut", "rows"), 0),
         wide=x.dtype != out.dtype,
-        xs=xs,
         # Shapes of x and of w [g, k, n], an operand after the other.
         x_shapes=np.array([a.shape for a in ctx.avals_in[:xs]], np.int64).reshape(-1),
         w_cols=np.array(

@@ -64,7 +64,7 @@ def all_gather(
       True
     """
     _collective.check_options("all_gather", implementation, None, ())
-    axes = _collective.canonical_axes("all_gather", axis_name)
+    axes = _collective.canonical_axes("all_gather", axis_name, x)
     axis_index_groups = _block.checked_groups("all_gather", axis_index_groups, axes)
     if implementation == "native" and to != "varying":
         raise NotImplementedError(

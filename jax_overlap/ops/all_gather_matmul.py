@@ -120,14 +120,14 @@ def all_gather_matmul(
     """
     op = "all_gather_matmul"
     _matmul.check_algorithm(op, implementation, algorithm)
-    axes = _collective.canonical_axes(op, axis_name)
+    axes = _collective.canonical_axes(op, axis_name, (x, w))
     groups = _block.checked_groups(op, axis_index_groups, axes)
     several = isinstance(w, (tuple, list))
     x, *ws = _matmul.promoted(x, *(w if several else (w,)))
     biases = tuple(bias) if several and bias is not None else (bias,) * len(ws)
     dims = [
         _matmul.dims_of_matmul(op, dims, x, w)
-        for dims, w in zip(_each(dimension_numbers, len(ws)), ws, strict=True)
+        for dims, w in zip(dims_of_each(dimension_numbers, len(ws)), ws, strict=True)
     ]
     size = _block.group_size(axes, groups)
     d = _block.from_front(gather_dimension, x.ndim)
@@ -178,7 +178,7 @@ def all_gather_matmul(
     return (result, gathered) if return_gathered else result
 
 
-def _each(dimension_numbers, count: int) -> tuple:
+def dims_of_each(dimension_numbers, count: int) -> tuple:
     """The dimension numbers of each weight, from one for all or from a tuple."""
     is_one = dimension_numbers is None or (
         len(dimension_numbers) == 2

@@ -73,7 +73,7 @@ def all_to_all(
       True
     """
     _collective.check_options("all_to_all", implementation, None, ())
-    axes = _collective.canonical_axes("all_to_all", axis_name)
+    axes = _collective.canonical_axes("all_to_all", axis_name, x)
     axis_index_groups = _block.checked_groups("all_to_all", axis_index_groups, axes)
     lax_axes = axes if isinstance(axis_name, list) else axis_name
 

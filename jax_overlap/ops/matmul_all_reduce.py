@@ -81,7 +81,7 @@ def matmul_all_reduce(
     """
     op = "matmul_all_reduce"
     _matmul.check_algorithm(op, implementation, algorithm, ("in_place",))
-    axes = _collective.canonical_axes(op, axis_name)
+    axes = _collective.canonical_axes(op, axis_name, (x, w))
     x, w = _matmul.promoted(x, w)
     dims = _matmul.dims_of_matmul(op, dimension_numbers, x, w)
     out = _matmul.result_type(x.shape, x, w, dims, precision, preferred_element_type)

@@ -110,7 +110,7 @@ def matmul_reduce_scatter(
     """
     op = "matmul_reduce_scatter"
     _matmul.check_algorithm(op, implementation, algorithm)
-    axes = _collective.canonical_axes(op, axis_name)
+    axes = _collective.canonical_axes(op, axis_name, (x, w))
     groups = _block.checked_groups(op, axis_index_groups, axes)
     x, w = _matmul.promoted(x, w)
     dims = _matmul.dims_of_matmul(op, dimension_numbers, x, w)

@@ -80,7 +80,7 @@ def psum(
       True
     """
     _collective.check_options("psum", implementation, algorithm, PSUM_ALGORITHMS)
-    axes = _collective.canonical_axes("psum", axis_name)
+    axes = _collective.canonical_axes("psum", axis_name, x)
     axis_index_groups = _collective.checked_groups("psum", axis_index_groups, axes)
     leaves, treedef = jax.tree.flatten(x)
     sums = list(leaves)

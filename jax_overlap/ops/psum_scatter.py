@@ -69,7 +69,7 @@ def psum_scatter(
       True
     """
     _collective.check_options("psum_scatter", implementation, None, ())
-    axes = _collective.canonical_axes("psum_scatter", axis_name)
+    axes = _collective.canonical_axes("psum_scatter", axis_name, x)
     axis_index_groups = _block.checked_groups("psum_scatter", axis_index_groups, axes)
     lax_axes = axes if isinstance(axis_name, list) else axis_name
 
