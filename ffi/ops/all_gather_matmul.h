@@ -54,6 +54,7 @@ void CopyGathered(const MatmulShape& s, int source, const T* x, size_t batch, si
                   size_t rows, T* gathered) {
   const GatheredShape whole(s);
   const size_t inner = s.products[0].inner;
+  if (inner == 0) return;
   const RowMap map = whole.RowsFrom(s, source);
   gathered += whole.BatchFrom(s, source, batch) * whole.rows * whole.inner;
   gathered += whole.InnerFrom(s, source);
@@ -99,7 +100,7 @@ void MultiplyGathered(const MatmulShape& s, const MatmulOperands& operands, int 
   Scratch<T> scratch;
   const T* x = GatheredRow<T>(s, operands, block.batch, block.row, &source);
   const RowMap runs{s.rows, s.cut == Cut::kRows ? s.rows * s.ranks : s.rows, 0};
-  if (!runs.InOneRun(block.row, block.rows)) {
+  if (inner > 0 && !runs.InOneRun(block.row, block.rows)) {
     T* const packed = scratch.Get(block.rows * inner);
     for (size_t r = 0; r < block.rows; ++r) {
       x = GatheredRow<T>(s, operands, block.batch, block.row + r, &source);
@@ -219,6 +220,7 @@ struct SlicedAllGatherMatmul {
     for (const Product& p : s.products) all_cols += p.cols;
     for (size_t i = 0; i < s.products.size(); ++i) {
       const size_t cols = s.products[i].cols;
+      if (cols == 0) continue;
       Out* const out = operands.out<Out>(i, rank) + g * whole.rows * cols;
       if constexpr (kInPlace<T, Out>) {
         if (map.InOneRun(row, rows)) {
@@ -235,6 +237,31 @@ struct SlicedAllGatherMatmul {
         StoreRow<T>(c + r * cols, cols, out + map.At(row + r) * cols);
       }
     }
+  }
+};
+
+// The op, as its handler and its test take it.
+struct AllGatherMatmul {
+  static constexpr bool kScatters = false, kGathers = true;
+
+  // The blocks of each rank's results, and if asked for a copy of each rank's x to each.
+  static size_t Tasks(const MatmulShape& s, bool gathered) {
+    return s.ranks * (GatherGrids(s).size() + (gathered ? s.ranks : 0));
+  }
+  template <class T, class Out>
+  static void RunTask(const MatmulShape& s, const MatmulOperands& operands, size_t task, bool) {
+    const int rank = static_cast<int>(task % s.ranks);
+    const size_t index = task / s.ranks, blocks = GatherGrids(s).size();
+    if (index < blocks) return AllGatherMatmulBlock<T, Out>(s, operands, rank, index);
+    GatherOperand<T>(s, operands, rank, static_cast<int>(index - blocks));
+  }
+
+  template <class T>
+  using Sliced = SlicedAllGatherMatmul<T>;
+  template <class T, class Out, class Link>
+  static void RunSliced(const Sliced<T>& sliced, Link& link, const MatmulShape& s,
+                        const MatmulOperands& operands, bool gathered) {
+    sliced.template Run<Out>(OneThread{}, link, s, operands, gathered);
   }
 };
 

@@ -126,7 +126,7 @@ class Scratch {
 template <class T>
 const T* RowsOf(const T* array, size_t width, const RowMap& map, size_t row, size_t rows,
                 Scratch<T>& scratch) {
-  if (map.InOneRun(row, rows)) return array + map.At(row) * width;
+  if (width == 0 || map.InOneRun(row, rows)) return array + map.At(row) * width;
   T* const packed = scratch.Get(rows * width);
   for (size_t r = 0; r < rows; ++r) {
     memcpy(packed + r * width, array + map.At(row + r) * width, width * sizeof(T));

@@ -44,4 +44,24 @@ void MatmulAllReduceBlock(const MatmulShape& s, const MatmulOperands& operands, 
   }
 }
 
+// The op, as its handler and its test take it.
+struct MatmulAllReduce {
+  static constexpr bool kScatters = false, kGathers = false;
+
+  static size_t Tasks(const MatmulShape& s, bool) {
+    size_t tasks = 0;
+    for (int rank = 0; rank < s.ranks; ++rank) tasks += ReducedPart(s, rank).grid.size();
+    return tasks;
+  }
+  template <class T, class Out>
+  static void RunTask(const MatmulShape& s, const MatmulOperands& operands, size_t task, bool) {
+    int rank = 0;
+    for (size_t n; task >= (n = ReducedPart(s, rank).grid.size()); ++rank) task -= n;
+    MatmulAllReduceBlock<T, Out>(s, operands, rank, task);
+  }
+
+  template <class T>
+  using Sliced = void;
+};
+
 }  // namespace jax_overlap

@@ -84,4 +84,23 @@ struct SlicedMatmulReduceScatter {
   }
 };
 
+// The op, as its handler and its test take it.
+struct MatmulReduceScatter {
+  static constexpr bool kScatters = true, kGathers = false;
+
+  static size_t Tasks(const MatmulShape& s, bool) { return ScatteredPart(s, 0).grid.size() * s.ranks; }
+  template <class T, class Out>
+  static void RunTask(const MatmulShape& s, const MatmulOperands& operands, size_t task, bool) {
+    MatmulReduceScatterBlock<T, Out>(s, operands, static_cast<int>(task % s.ranks), task / s.ranks);
+  }
+
+  template <class T>
+  using Sliced = SlicedMatmulReduceScatter<T>;
+  template <class T, class Out, class Link>
+  static void RunSliced(const Sliced<T>& sliced, Link& link, const MatmulShape& s,
+                        const MatmulOperands& operands, bool) {
+    sliced.template Run<Out>(OneThread{}, link, s, operands);
+  }
+};
+
 }  // namespace jax_overlap
