@@ -163,7 +163,7 @@ BAZEL_PY := $(CURDIR)/out/bazel/venv/bin/python
 out/bazel/venv/.installed: $(VENV)/.created pyproject.toml
 	@echo 'out/bazel/venv: what Bazel takes from Python'
 	@$(PY) -m venv --clear out/bazel/venv
-	@$(BAZEL_PY) -m pip --disable-pip-version-check install -qq jax absl-py nanobind
+	@$(BAZEL_PY) -m pip --disable-pip-version-check install -qq jax absl-py nanobind cmeel-eigen
 	@touch $@
 
 # The bazel on the PATH, else the one of the npm registry.

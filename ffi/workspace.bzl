@@ -1,7 +1,7 @@
 """Bazel's external repositories, all made from what is installed on this machine."""
 
 def local_repositories():
-    """Defines @site (Python, jaxlib's and nanobind's C++), and stand-ins for the rest."""
+    """Defines @site (Python, Eigen, jaxlib's and nanobind's C++), and stand-ins for the rest."""
     _installed_packages(name = "site")
 
     # Bazel loads these by name even where only cc_* and py_* rules are used.
@@ -64,9 +64,11 @@ _stand_in = repository_rule(
 # --- What is installed for the Python that PYTHON names -----------------------
 
 _FIND = """
-import importlib.util, sys, sysconfig
+import importlib.metadata, importlib.util, sys, sysconfig
 print(sys.executable)
 print(sysconfig.get_paths()["include"])
+eigen = importlib.metadata.distribution("cmeel-eigen")
+print(eigen.locate_file("cmeel.prefix/include/eigen3"))
 for name in ("jaxlib", "nanobind"):
     print(importlib.util.find_spec(name).submodule_search_locations[0])
 """
@@ -91,6 +93,12 @@ cc_library(
     name = "xla_ffi",
     hdrs = [":xla_ffi_headers"],
     includes = ["jaxlib"],
+)
+
+cc_library(
+    name = "eigen",
+    hdrs = glob(["eigen/Eigen/**"]),
+    includes = ["eigen"],
 )
 
 cc_library(
@@ -125,9 +133,10 @@ def _installed_packages_impl(ctx):
     python = ctx.os.environ.get("PYTHON") or ctx.which("python3")
     result = ctx.execute([python, "-c", _FIND])
     if result.return_code != 0:
-        fail("First `%s -m pip install jax nanobind`:\n%s" % (python, result.stderr))
-    executable, include, jaxlib, nanobind = result.stdout.strip().split("\n")
+        fail("First `%s -m pip install jax nanobind cmeel-eigen`:\n%s" % (python, result.stderr))
+    executable, include, eigen, jaxlib, nanobind = result.stdout.strip().split("\n")
     ctx.symlink(include, "python")
+    ctx.symlink(eigen, "eigen")
     ctx.symlink(jaxlib + "/include", "jaxlib")
     for folder in ("include", "src", "ext"):
         ctx.symlink(nanobind + "/" + folder, "nanobind/" + folder)

@@ -17,7 +17,7 @@ from jax_overlap.schedule import Span, Timeline
 _STYLES: dict[str, dict[str, Any]] = {
     "compute": {"facecolor": "#56B4E9"},
     "own": {"facecolor": "#0072B2"},
-    "send": {"facecolor": "#F5C242"},
+    "send": {"facecolor": "#E69F00"},
     "reduce": {"facecolor": "#009E73"},
     "wait": {"facecolor": "#F7F7F7", "edgecolor": "#BBBBBB", "hatch": "////"},
 }

@@ -447,7 +447,7 @@ _WORDS = {
     ),
     ("all_gather_matmul", "sliced"): (
         "own slice first: rank r computes slices r, r-1, .., r+1 (mod {P}), while its "
-        "own goes to ranks r+1, r+2, .., each in time for the step that needs it"
+        "own goes to ranks r+1, r+2, .., in the order in which they need it"
     ),
     ("all_gather_matmul", "in_place"): (
         "own slice first: rank r computes slices r, r-1, .., r+1 (mod {P}), the "
