@@ -11,6 +11,7 @@ import dataclasses
 import threading
 
 from jax_overlap import _native
+from jax_overlap.schedule import describe
 from jax_overlap.team import Team
 
 # The dtypes that native ops take.
@@ -49,13 +50,18 @@ class Plan:
     nodes: int
     reason: str
 
+    @property
+    def schedule(self) -> str:
+        """Who computes, sends and adds what, in which order; empty if not native."""
+        return describe(self.op, self.algorithm, self.ranks, self.nodes)
+
     def __str__(self) -> str:
         algorithm = f" {self.algorithm}" if self.algorithm else ""
         nodes = f" in {self.nodes} nodes" if self.nodes > 1 else ""
         return (
             f"{self.op} over {self.axes} of {', '.join(self.operands)}: "
             f"{self.implementation}{algorithm}, {self.ranks} ranks{nodes} "
-            f"({self.reason})"
+            f"({self.reason})" + (f": {self.schedule}" if self.schedule else "")
         )
 
 

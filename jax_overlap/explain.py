@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 from jax.extend import core
 
-from jax_overlap.ops._collective import plan_call, planners
 from jax_overlap._plan import Plan
+from jax_overlap.ops._collective import plan_call, planners
 
 
 def explain(fn, *args, platform: str | None = None, **kwargs) -> list[Plan]:

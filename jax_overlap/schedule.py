@@ -437,9 +437,6 @@ _WORDS = {
     ),
     ("matmul_reduce_scatter", "sliced"): _SLICED_SCATTER,
     ("matmul_reduce_scatter", "in_place"): _IN_PLACE_SCATTER,
-    ("matmul_all_reduce", "sliced"): (
-        _SLICED_SCATTER + "; the sum goes to the {others}"
-    ),
     ("matmul_all_reduce", "in_place"): (
         _IN_PLACE_SCATTER.replace(
             "nothing is sent", "it writes the sum to all {P} results"
@@ -450,7 +447,6 @@ _WORDS = {
         "own goes to ranks r+1, r+2, .., in the order in which they need it"
     ),
     ("all_gather_matmul", "in_place"): (
-        "own slice first: rank r computes slices r, r-1, .., r+1 (mod {P}), the "
-        "others' read where they are; nothing is sent"
+        "rank r multiplies the {P} ranks' slices, read where they are; nothing is sent"
     ),
 }

@@ -2,13 +2,25 @@
 
 import argparse
 
-from jax_overlap.bench import all_gather, all_to_all, harness, psum, psum_scatter
+from jax_overlap.bench import (
+    all_gather,
+    all_gather_matmul,
+    all_to_all,
+    harness,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    psum,
+    psum_scatter,
+)
 
 OPS = {
     "psum": psum,
     "psum_scatter": psum_scatter,
     "all_gather": all_gather,
     "all_to_all": all_to_all,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+    "all_gather_matmul": all_gather_matmul,
+    "matmul_all_reduce": matmul_all_reduce,
 }
 
 
