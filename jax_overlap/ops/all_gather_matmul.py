@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching
 
 from jax_overlap import _compat
 from jax_overlap.ops import _block, _collective, _matmul, matmul_reduce_scatter
+from jax_overlap.ops._matmul_form import form_of
 from jax_overlap.ops.matmul_reduce_scatter import gather, zeros_for
 from jax_overlap.ops.psum_scatter import psum_scatter_p
 
@@ -36,7 +37,7 @@ def reference(
     precision,
     **_,
 ):
-    """The same by `jax.lax`, of operands in the form of ops/_matmul.py."""
+    """The same by `jax.lax`, of operands in the form of ops/_matmul_form.py."""
     if axes:
         x = lax.all_gather(
             x,
@@ -200,7 +201,7 @@ def _forms(dims, x, ws, d: int):
             for cut, among in (("batch", xb), ("inner", xc), ("rows", free))
             if d in among
         )
-        forms.append(_matmul.form_of(numbers, x.ndim, w.ndim, cut, among.index(d)))
+        forms.append(form_of(numbers, x.ndim, w.ndim, cut, among.index(d)))
     if len({form.x_perm for form in forms}) > 1:
         raise ValueError(
             "all_gather_matmul: all weights have to contract the same dimensions of x, "

@@ -20,10 +20,11 @@ from jax_overlap import _compat, _native
 from jax_overlap.ops import _block, _collective, _matmul
 from jax_overlap.ops import matmul_reduce_scatter as _scatter
 from jax_overlap.ops import psum as _psum
+from jax_overlap.ops._matmul_form import form_of
 
 
 def reference(*operands, axes, **params):
-    """The same by `jax.lax`, of operands in the form of ops/_matmul.py."""
+    """The same by `jax.lax`, of operands in the form of ops/_matmul_form.py."""
     y = _scatter.local_sum(*operands, **params)
     return [lax.psum(y, axes) if axes else y]
 
@@ -95,7 +96,7 @@ def matmul_all_reduce(
         )
         return _matmul.add_bias(lax.psum(y, axis_name), bias)
     _matmul.check_native(op, implementation, x, out.dtype)
-    form = _matmul.form_of(dims, x.ndim, w.ndim, "", 0)
+    form = form_of(dims, x.ndim, w.ndim, "", 0)
     y = bind(
         [form.x(x)],
         [form.w(w)],

@@ -20,11 +20,12 @@ from jax.interpreters import ad, batching
 
 from jax_overlap import _compat
 from jax_overlap.ops import _block, _collective, _matmul
+from jax_overlap.ops._matmul_form import form_of
 from jax_overlap.ops.all_gather import all_gather_p
 
 
 def reference(*operands, axes, axis_index_groups, cut, **params):
-    """The same by `jax.lax`, of operands in the form of ops/_matmul.py."""
+    """The same by `jax.lax`, of operands in the form of ops/_matmul_form.py."""
     y = local_sum(*operands, **params)
     if not axes:
         return [y]
@@ -138,7 +139,7 @@ def matmul_reduce_scatter(
         )
         return _matmul.add_bias(y, bias)
     _matmul.check_native(op, implementation, x, out.dtype)
-    form = _matmul.form_of(dims, x.ndim, w.ndim, *_cut(dims, x.ndim, d))
+    form = form_of(dims, x.ndim, w.ndim, *_cut(dims, x.ndim, d))
     y = bind(
         [form.x(x)],
         [form.w(w)],
