@@ -6,7 +6,8 @@
 #   make test JAX=0.10.2              on that jax, in a virtual environment of its own
 #   make test TESTS=tests/psum_test.py ARGS=-x      some tests, arguments for pytest
 #   make cpp-test [SANITIZE=thread|address]
-#   make cuda                         compile the CUDA sources (needs nvcc, no GPU)
+#   make cuda                         compile the CUDA sources (needs nvcc, no GPU); on a GPU
+#                                     machine, out/cuda/psum_cuda_test then tests the kernels
 #   make bazel                        build and test with Bazel
 #   make lint | format | sdist | wheel | clean
 
@@ -143,8 +144,8 @@ cpp-test: $(VENV)/.tools
 	@$(WITH_VENV) ctest --test-dir $(CPP_OUT) --output-on-failure --no-tests=error $(ARGS)
 
 cuda: $(VENV)/.tools
-	@$(CMAKE) -B out/cuda --log-level=WARNING -DJAX_OVERLAP_CUDA=ON
-	@$(WITH_VENV) cmake --build out/cuda --target jax_overlap_cuda
+	@$(CMAKE) -B out/cuda --log-level=WARNING -DJAX_OVERLAP_CUDA=ON -DJAX_OVERLAP_BUILD_TESTS=ON
+	@$(WITH_VENV) cmake --build out/cuda --target jax_overlap_cuda psum_cuda_test
 
 # --- Packages -----------------------------------------------------------------
 # The wheel is built from the sdist, in an environment of its own, as by

@@ -50,6 +50,7 @@ class HostLink {
   }
 
   void StoreCell(Cell* mine, int peer, uint64_t data, uint32_t epoch) const {
+    if (failed()) return;
     uint64_t* halves = reinterpret_cast<uint64_t*>(At(mine, peer));
     const uint64_t tag = static_cast<uint64_t>(epoch) << 32;
     __atomic_store_n(halves, (data & kLow) | tag, __ATOMIC_RELEASE);
@@ -61,7 +62,7 @@ class HostLink {
   }
 
   void Signal(uint64_t* mine, int peer, uint64_t value) const {
-    __atomic_store_n(At(mine, peer), value, __ATOMIC_RELEASE);
+    if (!failed()) __atomic_store_n(At(mine, peer), value, __ATOMIC_RELEASE);
   }
   void Wait(const uint64_t* mine, uint64_t value, Where where) {
     WaitFor([&] { return __atomic_load_n(mine, __ATOMIC_ACQUIRE); },

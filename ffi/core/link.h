@@ -15,9 +15,10 @@
 //   kDirect, Input(r), Output(r)      whether peers' operands can be addressed,
 //                                     and where they are
 //
-// Every wait is bounded. When the limit passes, the link keeps the first Status
-// and all later waits return at once: the algorithm runs to its end on whatever
-// is there, and its caller discards the output and reports the status.
+// Every wait is bounded. When the limit passes, the link keeps the first Status, all
+// later waits return at once, and nothing more is sent: the algorithm runs to its end on
+// whatever is there, its caller discards the output and reports the status, and whoever
+// waits for this rank gets no wrong number from it, but fails as well.
 //
 // Memory order. A flag is one 64-bit word: stored with release, loaded with
 // acquire, at the scope of the link. A cell needs no order at all for its data:

@@ -16,14 +16,19 @@ class P2pLink {
  public:
   static constexpr bool kDirect = false;
 
-  // `heaps` has the address of every rank's heap, as this device sees it.
-  __device__ P2pLink(int rank, int size, char* const* heaps, uint64_t limit_ns)
-      : rank_(rank), size_(size), heaps_(heaps), deadline_(Now() + limit_ns) {}
+  // `heaps` has the address of every rank's heap, as this device sees it. `status` is
+  // the block's, in shared memory: what one thread waits for in vain, all have missed.
+  __device__ P2pLink(int rank, int size, char* const* heaps, uint64_t limit_ns, Status* status)
+      : rank_(rank), size_(size), heaps_(heaps), deadline_(Now() + limit_ns), status_(status) {
+    if (threadIdx.x == 0) *status = {};
+    __syncthreads();
+  }
 
   __device__ int rank() const { return rank_; }
   __device__ int size() const { return size_; }
-  __device__ bool failed() const { return status_.failed != 0; }
-  __device__ const Status& status() const { return status_; }
+  __device__ bool failed() const {
+    return *reinterpret_cast<const volatile int32_t*>(&status_->failed) != 0;
+  }
 
   template <class T>
   __device__ T* At(T* mine, int peer) const {
@@ -40,6 +45,7 @@ class P2pLink {
   }
 
   __device__ void StoreCell(Cell* mine, int peer, uint64_t data, uint32_t epoch) const {
+    if (failed()) return;
     asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(At(mine, peer)),
                  "r"(static_cast<uint32_t>(data)), "r"(epoch),
                  "r"(static_cast<uint32_t>(data >> 32))
@@ -57,6 +63,7 @@ class P2pLink {
   }
 
   __device__ void Signal(uint64_t* mine, int peer, uint64_t value) const {
+    if (failed()) return;
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(At(mine, peer)), "l"(value)
                  : "memory");
   }
@@ -78,7 +85,13 @@ class P2pLink {
   __device__ bool Expired(uint64_t expected, uint64_t seen, Where where) {
     if (failed()) return true;
     if (Now() < deadline_) return false;
-    status_ = {1, rank_, where.peer, where.step, expected, seen};
+    if (atomicCAS(&status_->failed, 0, 1) == 0) {
+      status_->rank = rank_;
+      status_->peer = where.peer;
+      status_->step = where.step;
+      status_->expected = expected;
+      status_->seen = seen;
+    }
     return true;
   }
 
@@ -86,7 +99,7 @@ class P2pLink {
   const int size_;
   char* const* const heaps_;
   const uint64_t deadline_;
-  Status status_ = {};
+  Status* const status_;
 };
 
 }  // namespace jax_overlap

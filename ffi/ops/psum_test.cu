@@ -1,0 +1,346 @@
+// The kernels of psum over the peer link, on one GPU: each rank is a stream of its own,
+// and its peers' heaps are memory of the same device.
+//
+// All calls are launched before any result is read, so that a fast rank runs ahead, and
+// one rank is stalled before every step that others wait for. Built with a deliberate
+// fault (JAX_OVERLAP_CUDA_MUTANT) it has to fail. Every wait is bounded by kLimitNs.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "core/p2p_link.cuh"
+#include "core/testing.h"
+#include "ops/psum_kernel.cuh"
+
+#define JO_CUDA(call)                                                              \
+  do {                                                                             \
+    const cudaError_t error = (call);                                              \
+    JO_CHECK_IN(error == cudaSuccess, "%s: %s", #call, cudaGetErrorString(error)); \
+  } while (0)
+
+namespace jax_overlap {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr uint64_t kLimitNs = 2000 * 1000 * 1000ull;
+constexpr unsigned char kGuard = 0xA5;
+constexpr size_t kGuardBytes = 256;
+
+__device__ int stalled_rank = -1;
+
+// Waits a while before each step: a stalled rank long, the others now and then.
+class StallingLink : public P2pLink {
+ public:
+  using P2pLink::P2pLink;
+
+  __device__ void StoreCell(Cell* mine, int peer, uint64_t data, uint32_t epoch) {
+    Stall(63);
+    P2pLink::StoreCell(mine, peer, data, epoch);
+  }
+  __device__ uint64_t LoadCell(const Cell* mine, uint32_t epoch, Where where) {
+    Stall(63);
+    return P2pLink::LoadCell(mine, epoch, where);
+  }
+  __device__ void Signal(uint64_t* mine, int peer, uint64_t value) {
+    Stall(1);
+    P2pLink::Signal(mine, peer, value);
+    Stall(1);
+  }
+  __device__ void Wait(const uint64_t* mine, uint64_t value, Where where) {
+    Stall(1);
+    P2pLink::Wait(mine, value, where);
+    Stall(1);
+  }
+
+ private:
+  __device__ void Stall(unsigned one_in) {
+    const unsigned random = static_cast<unsigned>(clock64()) * 2654435761u >> 8;
+    if ((random & one_in) != 0) return;
+    __nanosleep(rank() == stalled_rank ? 20000 : random % 500);
+  }
+};
+
+template <class T>
+T FromInt(int value) {
+  return Numeric<T>::Narrow(static_cast<Acc<T>>(value));
+}
+int InputAt(int rank, size_t i, int call) {
+  return static_cast<int>((i * 5 + i / 11 + rank * 3 + call * 2) % 7) - 3;
+}
+
+// Memory of the device between guards.
+class Buffer {
+ public:
+  Buffer(size_t bytes, unsigned char fill) : bytes_(bytes) {
+    JO_CUDA(cudaMalloc(&base_, bytes + 2 * kGuardBytes));
+    JO_CUDA(cudaMemset(base_, kGuard, bytes + 2 * kGuardBytes));
+    JO_CUDA(cudaMemset(data(), fill, bytes));
+  }
+  Buffer(Buffer&& other) : bytes_(other.bytes_), base_(other.base_) { other.base_ = nullptr; }
+  ~Buffer() {
+    if (base_ != nullptr) cudaFree(base_);
+  }
+  char* data() const { return base_ + kGuardBytes; }
+
+  template <class T>
+  void Store(const std::vector<T>& values) {
+    JO_CUDA(cudaMemcpy(data(), values.data(), bytes_, cudaMemcpyHostToDevice));
+  }
+  template <class T>
+  std::vector<T> Load() const {
+    std::vector<T> values(bytes_ / sizeof(T));
+    JO_CUDA(cudaMemcpy(values.data(), data(), bytes_, cudaMemcpyDeviceToHost));
+    return values;
+  }
+  bool Intact() const {
+    std::vector<unsigned char> all(bytes_ + 2 * kGuardBytes);
+    JO_CUDA(cudaMemcpy(all.data(), base_, all.size(), cudaMemcpyDeviceToHost));
+    const auto is_guard = [](unsigned char byte) { return byte == kGuard; };
+    return std::all_of(all.begin(), all.begin() + kGuardBytes, is_guard) &&
+           std::all_of(all.end() - kGuardBytes, all.end(), is_guard);
+  }
+
+ private:
+  size_t bytes_;
+  char* base_ = nullptr;
+};
+
+// Streams and statuses of up to 8 ranks, made once.
+struct Device {
+  Device() {
+    for (cudaStream_t& stream : streams) {
+      JO_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    }
+    JO_CUDA(cudaHostAlloc(&statuses, 8 * sizeof(Status), cudaHostAllocMapped));
+    JO_CUDA(cudaMalloc(&heaps, 8 * sizeof(char*)));
+  }
+  static Device& Get() {
+    static Device* const device = new Device;
+    return *device;
+  }
+  cudaStream_t streams[8];
+  Status* statuses;  // [rank]
+  char** heaps;      // [rank], on the device
+};
+
+void StallRank(int rank) { JO_CUDA(cudaMemcpyToSymbol(stalled_rank, &rank, sizeof(rank))); }
+
+// One team, and calls of the sizes `counts` on one channel.
+template <class Link, class Algorithm, class T>
+class Team {
+ public:
+  Team(TeamShape shape, size_t capacity, std::vector<size_t> counts)
+      : shape_(shape), capacity_(capacity), counts_(std::move(counts)) {
+    const size_t bytes = PsumChannelBytes<Algorithm>(shape, capacity);
+    std::vector<char*> heaps;
+    for (int r = 0; r < shape.size; ++r) {
+      heaps_.emplace_back(bytes, 0);
+      heaps.push_back(heaps_.back().data());
+      for (size_t c = 0; c < counts_.size(); ++c) {
+        std::vector<T> in(counts_[c]);
+        for (size_t i = 0; i < in.size(); ++i)
+          in[i] = FromInt<T>(InputAt(r, i, static_cast<int>(c)));
+        inputs_.emplace_back(in.size() * sizeof(T), 0);
+        inputs_.back().Store(in);
+        outputs_.emplace_back(in.size() * sizeof(T), 0xEE);
+      }
+    }
+    Device& device = Device::Get();
+    JO_CUDA(cudaMemcpy(device.heaps, heaps.data(), heaps.size() * sizeof(char*),
+                       cudaMemcpyHostToDevice));
+    memset(device.statuses, 0, 8 * sizeof(Status));
+    // Loading a kernel while another spins may wait for that one to end.
+    cudaFuncAttributes attributes;
+    JO_CUDA(cudaFuncGetAttributes(&attributes, PsumKernel<Link, Algorithm, T>));
+    JO_CUDA(cudaDeviceSynchronize());
+  }
+
+  // All ranks but `absent` do all calls.
+  void Run(int absent = -1, uint64_t limit_ns = kLimitNs) {
+    Device& device = Device::Get();
+    for (size_t c = 0; c < counts_.size(); ++c) {
+      for (int r = 0; r < shape_.size; ++r) {
+        if (r == absent) continue;
+        const size_t at = r * counts_.size() + c;
+        const PsumArguments arguments{{r, shape_.size, shape_.node_size},
+                                      device.heaps,
+                                      0,
+                                      capacity_,
+                                      counts_[c],
+                                      limit_ns,
+                                      inputs_[at].data(),
+                                      outputs_[at].data(),
+                                      device.statuses + r};
+        PsumKernel<Link, Algorithm, T><<<1, kThreads, 0, device.streams[r]>>>(arguments);
+        JO_CUDA(cudaGetLastError());
+      }
+    }
+    JO_CUDA(cudaDeviceSynchronize());
+  }
+
+  // Of the first call.
+  void SetInput(int rank, const std::vector<T>& in) { inputs_[rank * counts_.size()].Store(in); }
+  std::vector<T> Result(int rank) const {
+    return outputs_[rank * counts_.size()].template Load<T>();
+  }
+  // The first result of a rank holds NaNs, or the smallest integer.
+  void CheckPoisoned(int rank) const {
+    for (const T x : Result(rank)) {
+      const double value = static_cast<double>(static_cast<float>(Numeric<T>::Widen(x)));
+      JO_CHECK(value != value || value == 128);  // -128 as its unsigned accumulator
+    }
+  }
+
+  void Check() const {
+    for (int r = 0; r < shape_.size; ++r) {
+      const Status& s = Device::Get().statuses[r];
+      JO_CHECK_IN(s.failed == 0, "%d ranks, nodes of %d: rank %d waits for %d in step %d",
+                  shape_.size, shape_.node_size, r, s.peer, s.step);
+      JO_CHECK(heaps_[r].Intact());
+      for (size_t c = 0; c < counts_.size(); ++c) CheckCall(r, static_cast<int>(c));
+    }
+  }
+
+ private:
+  void CheckCall(int rank, int call) const {
+    const Buffer& buffer = outputs_[rank * counts_.size() + call];
+    JO_CHECK(buffer.Intact() && inputs_[rank * counts_.size() + call].Intact());
+    const std::vector<T> out = buffer.template Load<T>();
+    for (size_t i = 0; i < out.size(); ++i) {
+      int sum = 0;
+      for (int r = 0; r < shape_.size; ++r) sum += InputAt(r, i, call);
+      const T right = FromInt<T>(sum);
+      JO_CHECK_IN(memcmp(&out[i], &right, sizeof(T)) == 0,
+                  "%d ranks, nodes of %d, call %d of %zu elements, rank %d, element %zu",
+                  shape_.size, shape_.node_size, call, out.size(), rank, i);
+    }
+  }
+
+  const TeamShape shape_;
+  const size_t capacity_;
+  const std::vector<size_t> counts_;
+  std::vector<Buffer> heaps_, inputs_, outputs_;
+};
+
+template <class Link, class Algorithm, class T>
+void Check(TeamShape shape, size_t capacity, const std::vector<size_t>& counts) {
+  Team<Link, Algorithm, T> team(shape, capacity, counts);
+  team.Run();
+  team.Check();
+}
+
+template <class Link, class T>
+int CheckAllAlgorithms(TeamShape shape, size_t capacity, const std::vector<size_t>& counts) {
+  Check<Link, OneShot<T>, T>(shape, capacity, counts);
+  Check<Link, TwoShot<T, false>, T>(shape, capacity, counts);
+  Check<Link, Nvrar<T, false>, T>(shape, capacity, counts);
+  return 3;
+}
+
+// Every split of 1 .. 8 ranks, odd node counts among them.
+const int kShapes[][2] = {{1, 1}, {2, 1}, {2, 2}, {3, 1}, {3, 3}, {4, 1}, {4, 2}, {4, 4}, {5, 1},
+                          {6, 1}, {6, 2}, {6, 3}, {7, 1}, {8, 1}, {8, 2}, {8, 4}, {8, 8}};
+
+// Shrinking, growing, none at all, and more than one chunk.
+template <class T>
+int Sizes() {
+  int cases = 0;
+  for (const auto& [size, node_size] : kShapes) {
+    const TeamShape shape{0, size, node_size};
+    cases += CheckAllAlgorithms<P2pLink, T>(shape, 1024, {3000, 1, 0, 1025, 7, 1024, 64, 2049});
+  }
+  return cases;
+}
+
+// Many calls in a row, of changing sizes, with one rank after the other stalled.
+int Stragglers() {
+  int cases = 0;
+  for (const auto& [size, node_size] : kShapes) {
+    if (size == 1) continue;
+    std::vector<size_t> counts;
+    for (size_t i = 0; i < 40; ++i) counts.push_back(1 + i * i * 37 % 600);
+    for (int stalled = 0; stalled < size; stalled += size > 4 ? 3 : 1) {
+      StallRank(stalled);
+      const TeamShape shape{0, size, node_size};
+      cases += CheckAllAlgorithms<StallingLink, float>(shape, 256, counts);
+      cases += CheckAllAlgorithms<StallingLink, BFloat16>(shape, 256, counts);
+    }
+  }
+  StallRank(-1);
+  return cases;
+}
+
+// Half types are summed in float: the parts would overflow, or round, in between.
+template <class Algorithm, class T>
+int OneElement(TeamShape shape, const std::vector<float>& parts, float right) {
+  Team<P2pLink, Algorithm, T> team(shape, 64, {1});
+  for (int r = 0; r < shape.size; ++r) team.SetInput(r, {Numeric<T>::Narrow(parts[r])});
+  team.Run();
+  for (int r = 0; r < shape.size; ++r) JO_CHECK(Numeric<T>::Widen(team.Result(r)[0]) == right);
+  return 1;
+}
+
+int HalfTypesAreSummedInFloat() {
+  const std::vector<float> large = {40000, 40000, -40000, -40000}, uneven = {256, 1, 1, 1};
+  int cases = 0;
+  for (const int node_size : {1, 2, 4}) {
+    const TeamShape shape{0, 4, node_size};
+    cases += OneElement<OneShot<Float16>, Float16>(shape, large, 0);
+    cases += OneElement<TwoShot<Float16, false>, Float16>(shape, large, 0);
+    cases += OneElement<Nvrar<Float16, false>, Float16>(shape, large, 0);
+    cases += OneElement<OneShot<BFloat16>, BFloat16>(shape, uneven, 260);
+    cases += OneElement<TwoShot<BFloat16, false>, BFloat16>(shape, uneven, 260);
+    cases += OneElement<Nvrar<BFloat16, false>, BFloat16>(shape, uneven, 260);
+  }
+  return cases;
+}
+
+// A rank that never comes: all others give up in time, those that wait for it directly
+// name it, and nobody passes on a wrong number.
+template <class Algorithm, class T>
+int AbsentRank(TeamShape shape, int absent, bool named_by_all) {
+  Team<P2pLink, Algorithm, T> team(shape, 256, {100});
+  team.Run(absent, 50 * 1000 * 1000);
+  bool named = false;
+  for (int r = 0; r < shape.size; ++r) {
+    if (r == absent) continue;
+    const Status& s = Device::Get().statuses[r];
+    JO_CHECK_IN(s.failed == 1 && s.rank == r, "rank %d of %d", r, shape.size);
+    JO_CHECK_IN(!named_by_all || s.peer == absent, "rank %d names %d", r, s.peer);
+    named = named || s.peer == absent;
+    team.CheckPoisoned(r);
+  }
+  JO_CHECK(named);
+  return 1;
+}
+
+template <class T>
+int AbsentRanks() {
+  int cases = AbsentRank<OneShot<T>, T>({0, 4, 4}, 2, true);
+  cases += AbsentRank<TwoShot<T, false>, T>({0, 4, 4}, 0, true);
+  for (int absent = 0; absent < 6; ++absent) {
+    cases += AbsentRank<Nvrar<T, false>, T>({0, 6, 2}, absent, false);
+  }
+  return cases;
+}
+
+}  // namespace
+}  // namespace jax_overlap
+
+// With an argument only one type and the absent rank: for compute-sanitizer, which is slow.
+int main(int argc, char**) {
+  using namespace jax_overlap;  // NOLINT
+  if (argc > 1) {
+    int passed = Sizes<float>() + AbsentRanks<float>();
+    std::printf("psum_test (CUDA, short): %d passed, 0 failed\n", passed);
+    return 0;
+  }
+  int passed = Sizes<float>() + Sizes<double>() + Sizes<BFloat16>() + Sizes<Float16>();
+  passed += Sizes<int32_t>() + Sizes<int8_t>() + Stragglers();
+  passed += HalfTypesAreSummedInFloat();
+  passed += AbsentRanks<float>() + AbsentRanks<BFloat16>() + AbsentRanks<int8_t>();
+  std::printf("psum_test (CUDA): %d passed, 0 failed\n", passed);
+}
