@@ -9,8 +9,8 @@
 namespace jax_overlap {
 
 // gemm_kernels.cc, for any processor and (JO_GEMM_X86) for x86-64-v3 and -v4.
-#define JO_DECLARE_GEMM(name)                                                                 \
-  void name(const GemmShape& s, const float* a, const float* b, bool accumulate, float* c);   \
+#define JO_DECLARE_GEMM(name)                                                               \
+  void name(const GemmShape& s, const float* a, const float* b, bool accumulate, float* c); \
   void name(const GemmShape& s, const double* a, const double* b, bool accumulate, double* c);
 JO_DECLARE_GEMM(GemmBase)
 #if defined(JO_GEMM_X86)

@@ -44,8 +44,8 @@ void MultiplyRows(const MatmulShape& s, const MatmulOperands& operands, int sour
   const T* w = operands.w<T>(i, rank) + batch * whole.inner * p.cols;
   const size_t first = whole.InnerFrom(s, source);
   w += p.transposed ? col * whole.inner + first : first * p.cols + col;
-  Gemm<T>({rows, cols, p.inner, p.inner, p.transposed ? whole.inner : p.cols, ldc, p.transposed},
-          x, w, accumulate, c);
+  Gemm<T>({rows, cols, p.inner, p.inner, p.transposed ? whole.inner : p.cols, ldc, p.transposed}, x,
+          w, accumulate, c);
 }
 
 // Copies rows of the x of `source` to their place in the gathered one.
@@ -178,32 +178,32 @@ struct SlicedAllGatherMatmul {
 
   // Blocks of rows of x; in each, source by source.
   template <class Out, class Threads, class Link>
-  void Run(const Threads& threads, Link& link, const MatmulShape& s,
-           const MatmulOperands& operands, bool gathered) const {
+  void Run(const Threads& threads, Link& link, const MatmulShape& s, const MatmulOperands& operands,
+           bool gathered) const {
     const int rank = link.rank(), size = link.size();
     const size_t inner = s.products[0].inner, rows = s.outer * s.rows;
-    const size_t step_rows =
-        inner == 0 ? kBlockRows : Min(kBlockRows, inbox.capacity / inner);
+    const size_t step_rows = inner == 0 ? kBlockRows : Min(kBlockRows, inbox.capacity / inner);
     const size_t steps = CeilDiv(rows, step_rows);
     Scratch<Acc<T>> scratch;
-    ForChunksInSequence(threads, last, s.batch * steps, 1, [&](uint64_t sequence, size_t i, size_t) {
-      const size_t batch = i / steps, row = i % steps * step_rows;
-      const size_t n = Min(step_rows, rows - row);
-      const T* const mine = operands.x<T>(0, rank) + (batch * rows + row) * inner;
-      for (int k = 1; k < size; ++k) {
-        inbox.Send(threads, link, sequence, Rotated(rank, k, size),
-                   [&](T* slot) { Copy(threads, mine, n * inner, slot); });
-      }
-      for (int step = 0; step < size; ++step) {
-        const int source = OwnFirst(rank, step, size);
-        const T* const x =
-            source == rank ? mine : inbox.Receive(threads, link, sequence, source);
-        if (gathered) {
-          CopyGathered(s, source, x, batch, row, n, operands.out<T>(s.products.size(), rank));
-        }
-        Multiply<Out>(s, operands, rank, step, source, x, batch, row, n, scratch);
-      }
-    });
+    ForChunksInSequence(
+        threads, last, s.batch * steps, 1, [&](uint64_t sequence, size_t i, size_t) {
+          const size_t batch = i / steps, row = i % steps * step_rows;
+          const size_t n = Min(step_rows, rows - row);
+          const T* const mine = operands.x<T>(0, rank) + (batch * rows + row) * inner;
+          for (int k = 1; k < size; ++k) {
+            inbox.Send(threads, link, sequence, Rotated(rank, k, size),
+                       [&](T* slot) { Copy(threads, mine, n * inner, slot); });
+          }
+          for (int step = 0; step < size; ++step) {
+            const int source = OwnFirst(rank, step, size);
+            const T* const x =
+                source == rank ? mine : inbox.Receive(threads, link, sequence, source);
+            if (gathered) {
+              CopyGathered(s, source, x, batch, row, n, operands.out<T>(s.products.size(), rank));
+            }
+            Multiply<Out>(s, operands, rank, step, source, x, batch, row, n, scratch);
+          }
+        });
   }
 
  private:

@@ -21,6 +21,7 @@ constexpr size_t kHelpFromProducts = 2 << 20;
 
 // What all calls of one HLO instruction have in common. An `Op` has
 //   kTarget, kChannel                   its name, and a number for its kind of channel
+//   kGathers                            whether it gathers one x, or adds products
 //   Tasks(shape, gathered)              the pieces of the work, in place
 //   RunTask<T, Out>(shape, operands, task, gathered)
 //   Sliced<T>                           the algorithm over a link, or (void) none
@@ -48,7 +49,7 @@ class MatmulProgram : public HostProgram {
         dtype_(dtype),
         operands_(this->call().inputs.data(), this->call().outputs.data(), site.host.ranks(),
                   site.xs),
-        gathered_(site.xs == 1 &&
+        gathered_(Op::kGathers &&
                   this->call().outputs.size() > site.shape.products.size() * site.host.ranks()) {}
 
   std::string Prepare() override {
@@ -114,13 +115,12 @@ class MatmulProgram : public HostProgram {
 
   std::vector<size_t> ExpectedCounts() const {
     const MatmulShape& s = site_.shape;
-    const bool inner_is_cut = s.cut == Cut::kInner, batch_is_cut = s.cut == Cut::kBatch;
     const size_t ranks = site().ranks();
     std::vector<size_t> xs, ws;
     for (const Product& p : s.products) {
       xs.push_back(s.batch * s.outer * s.rows * p.inner);
       ws.push_back(s.batch * p.inner * p.cols);
-      if (site_.xs == 1 && (inner_is_cut || batch_is_cut) && Op::kGathers) ws.back() *= ranks;
+      if (Op::kGathers && (s.cut == Cut::kInner || s.cut == Cut::kBatch)) ws.back() *= ranks;
     }
     xs.resize(site_.xs);
     xs.insert(xs.end(), ws.begin(), ws.end());
@@ -177,7 +177,8 @@ xla::ffi::ErrorOr<std::unique_ptr<MatmulSite<Op>>> InstantiateMatmul(
   site->algorithm = static_cast<MatmulAlgorithm>(algorithm);
   site->xs = xs;
   site->wide = wide != 0;
-  site->shape = {static_cast<Cut>(cut), static_cast<int>(group_size), size(0), size(1), size(2), {}};
+  site->shape = {
+      static_cast<Cut>(cut), static_cast<int>(group_size), size(0), size(1), size(2), {}};
   for (size_t i = 0; i < ws; ++i) {
     site->shape.products.push_back(
         {size((xs == 1 ? 0 : i) * 4 + 3), static_cast<size_t>(w_cols[i]), transposed[i] != 0});

@@ -18,8 +18,8 @@ void MatmulReduceScatterBlock(const MatmulShape& s, const MatmulOperands& operan
   const SumPart part = ScatteredPart(s, rank);
   const Block block = part.grid.At(index);
   const size_t stride = part.grid.cols;
-  Out* out = operands.out<Out>(0, rank) +
-             (block.batch * part.grid.rows + block.row) * stride + block.col;
+  Out* out =
+      operands.out<Out>(0, rank) + (block.batch * part.grid.rows + block.row) * stride + block.col;
   if constexpr (kInPlace<T, Out>) {
     SumBlocks<T>(s, operands, part, block, out, stride);
   } else {
@@ -50,22 +50,24 @@ struct SlicedMatmulReduceScatter {
     const int rank = link.rank(), size = link.size();
     const SumPart mine = ScatteredPart(s, rank);
     Scratch<T> scratch;
-    ForChunksInSequence(threads, last, mine.grid.size(), 1, [&](uint64_t sequence, size_t i, size_t) {
-      const Block block = mine.grid.At(i);
-      const auto multiply = [&](int owner, Acc<T>* slot) {
-        MultiplyBlock<T>(s, operands, rank, ScatteredPart(s, owner), block, false, slot,
-                         block.cols, scratch);
-      };
-      for (int step = 0; step + 1 < size; ++step) {
-        const int owner = OwnLast(rank, step, size);
-        inbox.Send(threads, link, sequence, owner, [&](Acc<T>* slot) { multiply(owner, slot); });
-      }
-      multiply(rank, inbox.slot(sequence, rank, size));
-      for (int k = 1; k < size; ++k) {
-        inbox.Receive(threads, link, sequence, Rotated(rank, k, size));
-      }
-      Sum<Out>(threads, sequence, size, mine, block, operands.out<Out>(0, rank));
-    });
+    ForChunksInSequence(
+        threads, last, mine.grid.size(), 1, [&](uint64_t sequence, size_t i, size_t) {
+          const Block block = mine.grid.At(i);
+          const auto multiply = [&](int owner, Acc<T>* slot) {
+            MultiplyBlock<T>(s, operands, rank, ScatteredPart(s, owner), block, false, slot,
+                             block.cols, scratch);
+          };
+          for (int step = 0; step + 1 < size; ++step) {
+            const int owner = OwnLast(rank, step, size);
+            inbox.Send(threads, link, sequence, owner,
+                       [&](Acc<T>* slot) { multiply(owner, slot); });
+          }
+          multiply(rank, inbox.slot(sequence, rank, size));
+          for (int k = 1; k < size; ++k) {
+            inbox.Receive(threads, link, sequence, Rotated(rank, k, size));
+          }
+          Sum<Out>(threads, sequence, size, mine, block, operands.out<Out>(0, rank));
+        });
   }
 
  private:
@@ -88,7 +90,9 @@ struct SlicedMatmulReduceScatter {
 struct MatmulReduceScatter {
   static constexpr bool kScatters = true, kGathers = false;
 
-  static size_t Tasks(const MatmulShape& s, bool) { return ScatteredPart(s, 0).grid.size() * s.ranks; }
+  static size_t Tasks(const MatmulShape& s, bool) {
+    return ScatteredPart(s, 0).grid.size() * s.ranks;
+  }
   template <class T, class Out>
   static void RunTask(const MatmulShape& s, const MatmulOperands& operands, size_t task, bool) {
     MatmulReduceScatterBlock<T, Out>(s, operands, static_cast<int>(task % s.ranks), task / s.ranks);

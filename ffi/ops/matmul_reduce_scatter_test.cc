@@ -2,4 +2,6 @@
 
 #include "ops/matmul_test.h"
 
-int main() { jax_overlap::RunMatmulTests<jax_overlap::MatmulReduceScatter>("matmul_reduce_scatter_test"); }
+int main() {
+  jax_overlap::RunMatmulTests<jax_overlap::MatmulReduceScatter>("matmul_reduce_scatter_test");
+}

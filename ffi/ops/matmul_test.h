@@ -89,8 +89,7 @@ int GatheredAt(const MatmulInputs<Op>& in, size_t g, size_t row, size_t k) {
     case Cut::kBatch: return in.X(static_cast<int>(g / s.batch), 0, g % s.batch, row, k);
     case Cut::kInner: return in.X(static_cast<int>(k / inner), 0, g, row, k % inner);
     default:
-      return in.X(static_cast<int>(row % all / s.rows), 0, g,
-                  row / all * s.rows + row % s.rows, k);
+      return in.X(static_cast<int>(row % all / s.rows), 0, g, row / all * s.rows + row % s.rows, k);
   }
 }
 
@@ -98,7 +97,9 @@ template <class Op, class T>
 class MatmulTest {
  public:
   MatmulTest(int ranks, std::vector<MatmulCase> cases)
-      : ranks_(ranks), cases_(std::move(cases)), team_(ranks, HeapBytes(), std::to_string(ranks) + " ranks") {
+      : ranks_(ranks),
+        cases_(std::move(cases)),
+        team_(ranks, HeapBytes(), std::to_string(ranks) + " ranks") {
     for (const MatmulCase& c : cases_) {
       const MatmulSizes<Op> sizes(c);
       team_.AddCall(sizes.inputs.back(), sizes.outputs.back());
@@ -118,10 +119,10 @@ class MatmulTest {
   }
 
   void Sliced(unsigned seed, bool fibers) {
-    team_.template RunCalls<false>(
-        fibers, seed, [&](auto& link, char* heap, int i, const T* in, T* out) {
-          RunSliced(link, heap, i, in, out);
-        });
+    team_.template RunCalls<false>(fibers, seed,
+                                   [&](auto& link, char* heap, int i, const T* in, T* out) {
+                                     RunSliced(link, heap, i, in, out);
+                                   });
     Check();
   }
 
@@ -224,7 +225,8 @@ std::vector<MatmulCase> MatmulShapes(int ranks) {
     const size_t cols = Op::kScatters && cut == Cut::kCols ? p : 1;
     for (const bool t : {false, true}) {
       const std::vector<Product> one = {{5, 6 * cols, t}};
-      const std::vector<Product> two = {{3, 4 * cols, t}, {Op::kGathers ? size_t{3} : 7, 4 * cols, !t}};
+      const std::vector<Product> two = {{3, 4 * cols, t},
+                                        {Op::kGathers ? size_t{3} : 7, 4 * cols, !t}};
       cases.push_back({{cut, ranks, batch, 1, 2 * rows, one}});
       cases.push_back({{cut, ranks, 2 * batch, 3, 5 * rows, two}, Op::kGathers});
       cases.push_back({{cut, ranks, batch, 1, 130 * rows, {{2, 3 * cols, t}}}});
