@@ -102,8 +102,10 @@ def all_gather_matmul(
       the pair of that and the gathered `x`. All are typed as varying over `axis_name`.
 
     Raises:
-      ValueError: operands without `dimension_numbers` that are no `x @ w`; an unknown
-        `implementation` or `algorithm`; a dimension that `x` does not have.
+      ValueError: operands without `dimension_numbers` that are no `x @ w`; several
+        weights that contract unlike dimensions of `x`, or come with too few or too many
+        biases; an unknown `implementation` or `algorithm`; a dimension that `x` does
+        not have.
       TypeError: operands that `jax.lax.dot_general` refuses, in its words;
         `implementation="native"` and a type that is not native.
       NameError, NotImplementedError, OverlapError: as `jax_overlap.psum`.
@@ -125,11 +127,10 @@ def all_gather_matmul(
     groups = _block.checked_groups(op, axis_index_groups, axes)
     several = isinstance(w, (tuple, list))
     x, *ws = _matmul.promoted(x, *(w if several else (w,)))
-    biases = tuple(bias) if several and bias is not None else (bias,) * len(ws)
-    dims = [
-        _matmul.dims_of_matmul(op, dims, x, w)
-        for dims, w in zip(dims_of_each(dimension_numbers, len(ws)), ws, strict=True)
-    ]
+    dims = dims_of_each(dimension_numbers, len(ws))
+    biases = bias if several and bias is not None else (bias,) * len(ws)
+    _check_counts(len(ws), dimension_numbers=dims, bias=biases)
+    dims = [_matmul.dims_of_matmul(op, n, x, w) for n, w in zip(dims, ws, strict=True)]
     size = _block.group_size(axes, groups)
     d = _block.from_front(gather_dimension, x.ndim)
     dot = {"precision": precision, "preferred_element_type": preferred_element_type}
@@ -188,6 +189,17 @@ def dims_of_each(dimension_numbers, count: int) -> tuple:
         )
     )
     return (dimension_numbers,) * count if is_one else tuple(dimension_numbers)
+
+
+def _check_counts(weights: int, **of_each) -> None:
+    if not weights:
+        raise ValueError("all_gather_matmul: w is an empty tuple. Pass a weight.")
+    for name, values in of_each.items():
+        if len(values) != weights:
+            raise ValueError(
+                f"all_gather_matmul: {name} has {len(values)} entries, but there are "
+                f"{weights} weights. Pass one for each."
+            )
 
 
 def _forms(dims, x, ws, d: int):
