@@ -5,11 +5,17 @@
 A decoder-only transformer in Flax nnx learns English from the documentation inside
 the Python installation, so there is nothing to download. Its attention and MLP layers
 are those of `jax_overlap.flax.nnx`: each of the devices holds a quarter (by default)
-of the heads and of the hidden features. Two of them are trained from the same seed, one
-with `jax_overlap.psum`, one with `jax.lax.psum`: their loss curves have to agree.
-The first model goes through an Orbax checkpoint and writes some text of its own.
+of the heads and of the hidden features. Three of them are trained from the same seed:
 
-Written to --out: `training.png` (loss and time a step of both runs), `losses.csv`,
+- `xla`: between the layers all devices have the same; sums are by `jax.lax.psum`.
+- `all_reduce`: the same, by `jax_overlap`: matmul and sum are one operation.
+- `sequence_parallel`: between the layers each device has its part of the sequence; by
+  `jax_overlap.all_gather_matmul` and `jax_overlap.matmul_reduce_scatter`.
+
+Their loss curves have to agree. The last model goes through an Orbax checkpoint and
+writes some text of its own.
+
+Written to --out: `training.png` (loss and time a step of all runs), `losses.csv`,
 and the folder `checkpoint`.
 """
 
@@ -21,9 +27,17 @@ import sys
 import sysconfig
 from importlib import import_module
 
-# The losses of the first steps may differ by this much: the two sums round alike in
-# nearly all elements, and training amplifies what is left.
+# The losses of the first steps may differ by this much: the sums round alike in nearly
+# all elements, and training amplifies what is left.
 TOLERANCE, COMPARED_STEPS = 1e-3, 100
+
+# What the layers of a model are told.
+FORMS = {
+    "xla": {"collectives": "xla"},
+    "all_reduce": {},
+    "sequence_parallel": {"sequence_parallel": True},
+    "sequence_parallel_xla": {"sequence_parallel": True, "collectives": "xla"},
+}
 
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
@@ -34,7 +48,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     whole = {"type": positive, "metavar": "N"}
-    parser.add_argument("--steps", default=240, help="training steps", **whole)
+    parser.add_argument("--steps", default=200, help="training steps", **whole)
     parser.add_argument("--devices", default=4, help="ranks of the model", **whole)
     parser.add_argument("--layers", default=4, help="transformer blocks", **whole)
     parser.add_argument("--width", default=256, help="features of a token", **whole)
@@ -44,10 +58,12 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--sample", default=400, help="characters to write", **whole)
     parser.add_argument("--seed", default=0, type=int, help="of weights and batches")
     parser.add_argument(
-        "--collectives",
-        choices=("both", "overlap", "xla"),
-        default="both",
-        help="jax_overlap.psum, jax.lax.psum, or a model with each",
+        "--forms",
+        nargs="+",
+        choices=tuple(FORMS),
+        default=list(FORMS)[:3],
+        help="models to train; the losses of the others are compared with the first's",
+        metavar="FORM",
     )
     parser.add_argument("--text", help="a text file to learn instead", metavar="FILE")
     parser.add_argument("--out", default="out/demo", help="folder", metavar="DIR")
@@ -109,22 +125,27 @@ def read_text(path: str | None, window: int) -> tuple[str, list[str]]:
     return text, files
 
 
-def compare(runs: dict) -> None:
-    """Fails unless both runs have the same losses."""
-    ours, theirs = (runs[kind].losses[:COMPARED_STEPS] for kind in ("overlap", "xla"))
-    gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
-    # Asked this way round, as a NaN compares false.
-    for step, gap in enumerate(gaps):
-        if not gap <= TOLERANCE:
-            sys.exit(
-                f"FAILED: the losses of jax_overlap.psum and jax.lax.psum differ by "
-                f"{gap:.3g} in step {step} ({ours[step]:.6f} and {theirs[step]:.6f}); "
-                f"at most {TOLERANCE:g} is allowed in the first {COMPARED_STEPS} steps."
-            )
-    print(
-        f"The losses of both runs agree: largest difference {max(gaps):.2g} in the "
-        f"first {len(gaps)} steps (allowed: {TOLERANCE:g})."
-    )
+def compare(runs: dict, labels: dict) -> None:
+    """Fails unless all runs have the losses of the first."""
+    first, *others = runs
+    theirs = runs[first].losses[:COMPARED_STEPS]
+    for kind in others:
+        ours = runs[kind].losses[:COMPARED_STEPS]
+        gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+        # Asked this way round, as a NaN compares false.
+        for step, gap in enumerate(gaps):
+            if not gap <= TOLERANCE:
+                sys.exit(
+                    f"FAILED: the losses of {labels[kind]} and {labels[first]} differ "
+                    f"by {gap:.3g} in step {step} ({ours[step]:.6f} and "
+                    f"{theirs[step]:.6f}); at most {TOLERANCE:g} is allowed in the "
+                    f"first {COMPARED_STEPS} steps."
+                )
+        print(
+            f"The losses of {labels[kind]} and {labels[first]} agree: largest "
+            f"difference {max(gaps):.2g} in the first {len(gaps)} steps (allowed: "
+            f"{TOLERANCE:g})."
+        )
 
 
 def main(argv=None) -> None:
@@ -140,17 +161,17 @@ def main(argv=None) -> None:
 
     out = pathlib.Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    kinds = ("overlap", "xla") if args.collectives == "both" else (args.collectives,)
-    trainer = transformer.Trainer(args, text)
+    kinds = list(dict.fromkeys(args.forms))
+    trainer = transformer.Trainer(args, text, FORMS)
     for kind in kinds:
         print(f"{report.LABELS[kind]}, forward: {trainer.describe(kind)}")
     runs = trainer.train(kinds)
     for kind, run in runs.items():
         print(f"{report.LABELS[kind]}: {report.summary(run)}")
     report.write(runs, out)
-    if len(runs) == 2:
-        compare(runs)
-    model = trainer.through_checkpoint(runs[kinds[0]].model, kinds[0], out)
+    compare(runs, report.LABELS)
+    last = kinds[-1]
+    model = trainer.through_checkpoint(runs[last].model, last, out)
     print(f"\nThe model writes:\n{'-' * 72}")
     print(trainer.sample(model, args.sample))
     print("-" * 72)

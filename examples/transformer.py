@@ -9,6 +9,7 @@ import os
 import pathlib
 import shutil
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from tqdm import tqdm
 
@@ -24,7 +26,10 @@ import jax_overlap.flax.nnx as tp
 
 
 class Block(nnx.Module):
-    """Attention, then an MLP, each added to the stream: two psums a pass."""
+    """Attention, then an MLP, each added to the stream.
+
+    Sequence parallel, each device norms and adds its part of the sequence.
+    """
 
     def __init__(self, width: int, heads: int, parallel: dict, rngs: nnx.Rngs):
         self.norm1 = nnx.LayerNorm(width, rngs=rngs)
@@ -42,8 +47,9 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """(batch, length) characters -> (batch, length, vocabulary) logits of the next."""
 
-    def __init__(self, args, vocabulary: int, collectives: str, rngs: nnx.Rngs):
-        parallel = {"axis_name": "tp", "collectives": collectives}
+    def __init__(self, args, vocabulary: int, form: dict, rngs: nnx.Rngs):
+        parallel = {"axis_name": "tp", **form}
+        self.sequence_parallel = form.get("sequence_parallel", False)
         init = nnx.initializers.normal(0.02)
         embed = {"features": args.width, "embedding_init": init, "rngs": rngs}
         self.characters = nnx.Embed(vocabulary, **embed)
@@ -56,6 +62,8 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.characters(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        if self.sequence_parallel:  # from here to the loss
+            x = jax.sharding.reshard(x, P(None, "tp"))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -79,8 +87,8 @@ def train_step(model: Transformer, optimizer: nnx.Optimizer, windows: ArrayLike)
 @nnx.jit
 def next_character(model: Transformer, tokens: ArrayLike, last: ArrayLike, key):
     """Draws what follows tokens[0, last]; what is after it is padding."""
-    logits = model(jnp.asarray(tokens))[0, last]
-    return jax.random.categorical(key, logits / 0.7)
+    logits = jax.sharding.reshard(model(jnp.asarray(tokens)), P())
+    return jax.random.categorical(key, logits[0, last] / 0.7)
 
 
 @dataclasses.dataclass
@@ -96,35 +104,43 @@ class Run:
 class Trainer:
     """Trains models of the same size on the same batches of the same text."""
 
-    def __init__(self, args, text: str):
+    def __init__(self, args, text: str, forms: dict[str, dict]):
         if jax.device_count() < args.devices:
             raise SystemExit(
                 f"--devices {args.devices}: JAX has only {jax.device_count()}, as "
                 f"XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r} says. Unset it, or ask "
                 f"for fewer devices."
             )
-        self.args = args
+        self.args, self.forms = args, forms
+        cut = [k for k in args.forms if forms[k].get("sequence_parallel")]
+        if cut and args.window % args.devices:
+            up = -(-args.window // args.devices) * args.devices
+            raise SystemExit(
+                f"--window {args.window} is not divisible by --devices {args.devices}, "
+                f"over which {cut[0]} cuts it. Use {up}, or only other --forms."
+            )
         self.alphabet = sorted(set(text))
         index = {character: i for i, character in enumerate(self.alphabet)}
         self.tokens = np.array([index[character] for character in text], np.int32)
         devices = jax.devices()[: args.devices]
         self.mesh = jax.make_mesh((args.devices,), ("tp",), devices=devices)
 
-    def make_model(self, collectives: str) -> Transformer:
-        """The same initial values for both kinds of collectives."""
-        rngs = nnx.Rngs(self.args.seed)
+    def make_model(self, kind: str) -> Transformer:
+        """The same initial values for all forms."""
+        rngs, form = nnx.Rngs(self.args.seed), self.forms[kind]
         with jax.set_mesh(self.mesh):
-            return Transformer(self.args, len(self.alphabet), collectives, rngs)
+            return Transformer(self.args, len(self.alphabet), form, rngs)
 
-    def describe(self, collectives: str) -> str:
-        """How jax_overlap carries out the sums of a forward pass."""
-        model = self.make_model(collectives)
+    def describe(self, kind: str) -> str:
+        """What of jax_overlap a forward pass calls, and how it is carried out."""
+        model = self.make_model(kind)
         with jax.set_mesh(self.mesh):
             plans = jax_overlap.explain(
                 lambda model, tokens: model(tokens), model, next(self.batches())[:, :-1]
             )
-        kinds = collections.Counter(plan.implementation for plan in plans)
-        return ", ".join(f"{n} {kind} psums" for kind, n in kinds.items()) or "no psum"
+        calls = collections.Counter((plan.op, plan.implementation) for plan in plans)
+        texts = [f"{n} {op} ({how})" for (op, how), n in calls.items()]
+        return ", ".join(texts) or "none of jax_overlap"
 
     def batches(self):
         """Random windows of the text, one character longer than the model sees."""
@@ -144,17 +160,19 @@ class Trainer:
         chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98))
         return nnx.Optimizer(model, chain, wrt=nnx.Param)
 
-    def train(self, kinds: tuple[str, ...]) -> dict[str, Run]:
-        """Trains a new model with each of these collectives, on the same batches.
+    def train(self, kinds: Sequence[str]) -> dict[str, Run]:
+        """Trains a new model in each of these forms, on the same batches.
 
-        They take turns, step by step: what else the machine does slows both alike.
+        They take turns, step by step: what else the machine does slows all alike.
         The progress bar shows the loss, and tokens a second.
         """
         tokens = self.args.batch * self.args.window
         runs = {kind: Run(self.make_model(kind), tokens) for kind in kinds}
         with jax.set_mesh(self.mesh):
             optimizers = {kind: self.optimizer(run.model) for kind, run in runs.items()}
-            progress = tqdm(self.batches(), desc="training", total=self.args.steps)
+            progress = tqdm(
+                self.batches(), desc="training, tokens/s", total=self.args.steps
+            )
             for windows in progress:
                 shown = {}
                 for kind, run in runs.items():
@@ -164,17 +182,17 @@ class Trainer:
                     # for the CPU runs out of threads.
                     run.losses.append(float(loss))
                     run.times.append(time.perf_counter() - start)
-                    shown[f"{kind}_tokens_per_s"] = f"{tokens / run.times[-1]:,.0f}"
+                    shown[kind] = f"{tokens / run.times[-1]:,.0f}"
                 progress.set_postfix(loss=f"{runs[kinds[0]].losses[-1]:.3f}", **shown)
         return runs
 
     def through_checkpoint(
-        self, model: Transformer, collectives: str, out: pathlib.Path
+        self, model: Transformer, kind: str, out: pathlib.Path
     ) -> Transformer:
         """Saves `model` with Orbax and returns what a new model restores from it."""
         folder = (out / "checkpoint").resolve()
         shutil.rmtree(folder, ignore_errors=True)
-        restored = self.make_model(collectives)
+        restored = self.make_model(kind)
         saved = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         with jax.set_mesh(self.mesh), ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder, saved)

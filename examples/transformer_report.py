@@ -9,8 +9,18 @@ import matplotlib
 matplotlib.use("Agg")  # writes files, needs no screen
 import matplotlib.pyplot as plt
 
-LABELS = {"overlap": "jax_overlap.psum", "xla": "jax.lax.psum"}
-COLORS = {"overlap": "tab:blue", "xla": "tab:orange"}
+LABELS = {
+    "xla": "jax.lax, all-reduce",
+    "all_reduce": "jax_overlap, all-reduce",
+    "sequence_parallel": "jax_overlap, sequence parallel",
+    "sequence_parallel_xla": "jax.lax, sequence parallel",
+}
+COLORS = {
+    "xla": "tab:orange",
+    "all_reduce": "tab:blue",
+    "sequence_parallel": "tab:green",
+    "sequence_parallel_xla": "tab:red",
+}
 
 
 def step_ms(run) -> float:
@@ -35,7 +45,7 @@ def write(runs: dict, out: pathlib.Path) -> None:
         losses = zip(*(run.losses for run in runs.values()), strict=True)
         table.writerows([step, *row] for step, row in enumerate(losses))
     figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, 4), width_ratios=(2, 1), layout="constrained"
+        1, 2, figsize=(11, 4), width_ratios=(3, 2), layout="constrained"
     )
     _plot_losses(left, runs)
     _plot_times(right, runs)
@@ -45,9 +55,10 @@ def write(runs: dict, out: pathlib.Path) -> None:
 
 
 def _plot_losses(axes, runs: dict) -> None:
-    # The curves lie on each other: the second is dashed, so that both are seen.
-    for kind, style in zip(runs, ("-", "--"), strict=False):
-        axes.plot(runs[kind].losses, style, color=COLORS[kind], label=LABELS[kind])
+    # The curves lie on each other: the later are thinner, so that all are seen.
+    for i, (kind, run) in enumerate(runs.items()):
+        width = 1.5 * (len(runs) - i)
+        axes.plot(run.losses, lw=width, color=COLORS[kind], label=LABELS[kind])
     axes.set(xlabel="step", ylabel="loss (nats a character)", title="Training loss")
     axes.legend()
 
@@ -55,7 +66,10 @@ def _plot_losses(axes, runs: dict) -> None:
 def _plot_times(axes, runs: dict) -> None:
     heights = [step_ms(run) for run in runs.values()]
     bars = axes.bar(
-        [LABELS[kind] for kind in runs], heights, color=[COLORS[kind] for kind in runs]
+        [LABELS[kind].replace(", ", "\n") for kind in runs],
+        heights,
+        color=[COLORS[kind] for kind in runs],
     )
     axes.bar_label(bars, fmt="%.0f ms")
+    axes.margins(y=0.1)
     axes.set(ylabel="ms", title="Time a step (median)")

@@ -341,26 +341,26 @@ class Communication(parameterized.TestCase):
     @parameterized.product(
         name=("mlp", "attention"), place=("auto_line",), backward=(False, True)
     )
-    def test_one_psum_each_way(self, name, place, backward):
-        place, count = PLACES[place], 1 + backward
+    def test_one_sum_each_way(self, name, place, backward):
+        place = PLACES[place]
         with place.mesh():
             ours = self.program(name, place, backward)
             theirs = self.program(name, place, backward, collectives="xla")
-        ft.assert_collectives(self, ours, ours=count, reduces=0)
-        ft.assert_collectives(self, theirs, ours=0, reduces=count)
+        ft.assert_collectives(self, ours, ft.ALL_REDUCES[backward])
+        ft.assert_collectives(self, theirs, {}, {"all-reduce": 1 + backward})
 
     @parameterized.product(name=("mlp", "attention"), place=("explicit_grid",))
     def test_forward_with_a_sharded_batch(self, name, place):
         with PLACES[place].mesh():
             hlo = self.program(name, PLACES[place], False)
-        ft.assert_collectives(self, hlo, ours=1, reduces=0)
+        ft.assert_collectives(self, hlo, ft.ALL_REDUCES[False])
 
     @parameterized.parameters(["auto_grid"])
     def test_backward_with_a_sharded_batch(self, place):
         """XLA adds what data parallelism needs: the parameters' gradients."""
         with PLACES[place].mesh():
             hlo = self.program("mlp", PLACES[place], True)
-        self.assertEqual(tools.custom_calls(hlo, ft.TARGET), 2)
+        self.assertEqual(ft.ours_in(hlo), ft.ALL_REDUCES[True])
         kinds = {line.split()[0] for line in tools.collectives(hlo)}
         self.assertEqual(kinds, {"all-reduce"})
 

@@ -386,26 +386,26 @@ class Communication(parameterized.TestCase):
     @parameterized.product(
         layer=("mlp", "attention_causal"), place=("explicit_line",), backward=(0, 1)
     )
-    def test_one_psum_each_way(self, layer, place, backward):
-        place, count = PLACES[place], 1 + backward
+    def test_one_sum_each_way(self, layer, place, backward):
+        place = PLACES[place]
         with place.mesh():
             ours = self.program(layer, place, backward)
             theirs = self.program(layer, place, backward, collectives="xla")
-        ft.assert_collectives(self, ours, ours=count, reduces=0)
-        ft.assert_collectives(self, theirs, ours=0, reduces=count)
+        ft.assert_collectives(self, ours, ft.ALL_REDUCES[backward])
+        ft.assert_collectives(self, theirs, {}, {"all-reduce": 1 + backward})
 
     @parameterized.product(layer=("mlp", "attention_causal"), place=("auto_grid",))
     def test_forward_with_a_sharded_batch(self, layer, place):
         with PLACES[place].mesh():
             hlo = self.program(layer, PLACES[place], False)
-        ft.assert_collectives(self, hlo, ours=1, reduces=0)
+        ft.assert_collectives(self, hlo, ft.ALL_REDUCES[False])
 
     @parameterized.parameters(["explicit_grid"])
     def test_backward_with_a_sharded_batch(self, place):
         """XLA adds what data parallelism needs: the parameters' gradients."""
         with PLACES[place].mesh():
             hlo = self.program("mlp", PLACES[place], True)
-        self.assertEqual(tools.custom_calls(hlo, ft.TARGET), 2)
+        self.assertEqual(ft.ours_in(hlo), ft.ALL_REDUCES[True])
         kinds = {line.split()[0] for line in tools.collectives(hlo)}
         self.assertEqual(kinds, {"all-reduce"})
 
@@ -415,7 +415,7 @@ class Communication(parameterized.TestCase):
             hlo = self.program("mlp", GRID, False, batch_spec=None)
             model = LAYERS["mlp"][0]()
             y = nnx.jit(lambda m, x: m(x))(model, jax.device_put(X, P("data")))
-        ft.assert_collectives(self, hlo, ours=0, reduces=1)
+        ft.assert_collectives(self, hlo, {}, {"all-reduce": 1})
         ft.assert_as_exact_as(self, {"y": y}, *({"y": e["y"]} for e in expected("mlp")))
 
 

@@ -1,5 +1,6 @@
 """What the tests of the nnx and of the linen layers share: meshes and tolerances."""
 
+import collections
 import contextlib
 import dataclasses
 import re
@@ -13,7 +14,11 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-TARGET = "jax_overlap.psum"
+MATMUL_PSUM, PSUM = "jax_overlap.matmul_all_reduce", "jax_overlap.psum"
+# What a pair of layers calls that is not sequence parallel, by whether it goes back.
+ALL_REDUCES = {MATMUL_PSUM: 1}, {MATMUL_PSUM: 1, PSUM: 1}
+
+OURS = re.compile('custom_call_target="(jax_overlap[.][a-z_]+)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +96,16 @@ def compiled(fn, *args) -> str:
     return jax.jit(fn).lower(*args).compile().as_text()
 
 
-def assert_collectives(test, hlo: str, *, ours: int, reduces: int) -> None:
-    """The program has so many psums of ours, and of XLA's all-reduces; no others."""
-    test.assertEqual(tools.custom_calls(hlo, TARGET), ours)
-    theirs = tools.collectives(hlo)
-    test.assertEqual({line.split()[0] for line in theirs} - {"all-reduce"}, set())
-    test.assertEqual(len(theirs), reduces, theirs)
+def ours_in(hlo: str) -> dict[str, int]:
+    """How often each of our targets is called in a compiled program."""
+    return collections.Counter(OURS.findall(hlo))
+
+
+def assert_collectives(test, hlo: str, ours: dict, theirs: dict | None = None) -> None:
+    """The program has so many calls of ours, and of XLA's collectives; no others."""
+    kinds = collections.Counter(line.split()[0] for line in tools.collectives(hlo))
+    test.assertEqual(ours_in(hlo), ours)
+    test.assertEqual(kinds, theirs or {})
 
 
 def error_of(test, fn) -> str:

@@ -33,31 +33,42 @@ class TrainTransformer(absltest.TestCase):
         path.write_text(text)
         return str(path)
 
-    def test_both(self):
+    def test_all_forms(self):
         child = self.run_example()
         self.assertEqual(child.code, 0, child.err)
         self.assertIn("topics.py", child.out)
-        self.assertIn("The losses of both runs agree", child.out)
+        self.assertEqual(child.out.count("and jax.lax, all-reduce agree"), 2)
+        self.assertIn("all-reduce, forward: 2 matmul_all_reduce (native)", child.out)
+        self.assertIn(
+            "sequence parallel, forward: 2 all_gather_matmul (native), "
+            "2 matmul_reduce_scatter (native)",
+            child.out,
+        )
         self.assertIn("and restored:", child.out)
-        self.assertIn("tokens_per_s", child.err)  # the progress bar
+        self.assertIn("training, tokens/s", child.err)  # the progress bar
         png = (self.out / "training.png").read_bytes()
         self.assertTrue(png.startswith(b"\x89PNG"))
         rows = (self.out / "losses.csv").read_text().split()
-        self.assertEqual((rows[0], len(rows)), ("step,overlap,xla", 7))
+        self.assertEqual(
+            (rows[0], len(rows)), ("step,xla,all_reduce,sequence_parallel", 7)
+        )
         self.assertTrue((self.out / "checkpoint").is_dir())
 
-    def test_only_ours_on_a_text_of_my_own(self):
+    def test_two_forms_on_a_text_of_my_own(self):
         path = self.file("the quick brown fox jumps over the lazy dog\n" * 9)
         flags = "--xla_force_host_platform_device_count=5"  # is kept
+        forms = ("sequence_parallel_xla", "sequence_parallel")
         child = self.run_example(
-            *("--collectives", "overlap", "--devices", "2", "--text", path),
+            *("--forms", *forms, "--devices", "2", "--text", path),
             env={**FRESH, "XLA_FLAGS": flags},
         )
         self.assertEqual(child.code, 0, child.err)
         self.assertIn(path, child.out)
-        self.assertNotIn("jax.lax.psum", child.out)
+        self.assertIn("jax.lax, sequence parallel, forward: none", child.out)
+        self.assertIn("and jax.lax, sequence parallel agree", child.out)
+        self.assertNotIn("all-reduce", child.out)
         rows = (self.out / "losses.csv").read_text().split()
-        self.assertEqual(rows[0], "step,overlap")
+        self.assertEqual(rows[0], "step,sequence_parallel_xla,sequence_parallel")
 
     def test_texts_that_will_not_do(self):
         for text, count in (("", 0), ("x" * 16, 16)):
@@ -73,9 +84,13 @@ class TrainTransformer(absltest.TestCase):
         child = self.run_example("--steps", "0")
         self.assertEqual(child.code, 2)
         self.assertIn("expected a number above 0", child.err)
-        child = self.run_example("--devices", "3")
+        child = self.run_example("--devices", "3", "--forms", "all_reduce")
         self.assertNotEqual(child.code, 0)
         self.assertIn("num_heads = 4 is not divisible by the 3 ranks", child.err)
+        child = self.run_example("--window", "18")
+        self.assertNotEqual(child.code, 0)
+        self.assertIn("--window 18 is not divisible by --devices 4", child.err)
+        self.assertIn("Use 20, or only", child.err)
 
     def test_losses_that_differ(self):
         """The comparison can fail."""
@@ -84,12 +99,14 @@ import sys, types
 sys.path.insert(0, {str(EXAMPLE.parent)!r})
 import train_transformer as t
 run = lambda *losses: types.SimpleNamespace(losses=losses)
-t.compare({{"overlap": run(3.0, 2.0), "xla": run(3.0, 2.0 + 9e-4)}})
+labels = {{"a": "A", "b": "B", "c": "C"}}
+near, right = run(3.0, 2.0 + 9e-4), run(3.0, 2.0)
+t.compare({{"a": right, "b": near, "c": right}}, labels)
 for bad in (2.002, float("nan")):
     try:
-        t.compare({{"overlap": run(3.0, bad), "xla": run(3.0, 2.0)}})
+        t.compare({{"a": right, "b": near, "c": run(3.0, bad)}}, labels)
     except SystemExit as e:
-        assert "FAILED" in str(e) and "step 1" in str(e), e
+        assert "FAILED: the losses of C and A" in str(e) and "step 1" in str(e), e
     else:
         raise AssertionError(bad)
 print("all right")

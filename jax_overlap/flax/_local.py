@@ -3,10 +3,18 @@
 A pair of matmuls is cut along the hidden features, one slice a rank:
 
     x (same on all ranks) --enter--> x @ up[:, r] --act--> h[:, r]   column parallel
-    h[:, r] @ down[r, :] --leave--> y (same on all ranks)            row parallel
+    h[:, r] @ down[r, :] --all-reduce--> y (same on all ranks)       row parallel
 
-`leave` is the psum of the forward pass. `enter` costs nothing forward; its transpose
-is the psum of the backward pass, for each rank has only its part of dx.
+The all-reduce is part of the matmul. `enter` costs nothing forward; its transpose is
+the psum of the backward pass, for each rank has only its part of dx.
+
+In the sequence-parallel form x and y are cut along the sequence instead, and what is
+between the pairs (norms, residuals, dropout) is done once, not once on every rank:
+
+    x[r] --all-gather--> x @ up[:, r] --act--> h[:, r]               column parallel
+    h[:, r] @ down[r, :] --reduce-scatter--> y[r]                    row parallel
+
+Each collective is the other's transpose, so the backward pass has one of each, too.
 """
 
 import dataclasses
@@ -33,6 +41,8 @@ class Options:
     collectives: str = "overlap"
     dtype: Any = None
     precision: Any = None
+    sequence_parallel: bool = False
+    save_gathered: bool = True
 
     def check(self, owner: str) -> None:
         if not isinstance(self.axis_name, str):
@@ -42,8 +52,9 @@ class Options:
             )
         if self.collectives not in COLLECTIVES:
             raise ValueError(
-                f"{owner}: collectives must be 'overlap' (jax_overlap.psum) or 'xla' "
-                f"(jax.lax.psum); got {self.collectives!r}."
+                f"{owner}: collectives must be 'overlap' (those of jax_overlap, fused "
+                f"with the matmuls) or 'xla' (those of jax.lax); got "
+                f"{self.collectives!r}."
             )
 
 
@@ -87,11 +98,6 @@ def enter(x: jax.Array, options: Options) -> jax.Array:
     return _to_varying_p.bind(x, axis_name=axis, collectives=options.collectives)
 
 
-def leave(y: jax.Array, options: Options) -> jax.Array:
-    """The sum of the ranks' partial results, the same on all ranks."""
-    return _psum(y, options.axis_name, options.collectives)
-
-
 def promote(dtype: Any, *arrays: jax.Array | None) -> list[Any]:
     """Casts to `dtype`, or to the common floating type as the plain layers do."""
     if dtype is None:
@@ -101,44 +107,100 @@ def promote(dtype: Any, *arrays: jax.Array | None) -> list[Any]:
     return [None if a is None else jnp.asarray(a, dtype) for a in arrays]
 
 
-def dot(x: jax.Array, kernel: jax.Array, contracted: int, precision: Any) -> jax.Array:
-    """Contracts the last `contracted` dimensions of x with the first of kernel."""
-    dims = tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted))
-    return lax.dot_general(x, kernel, (dims, ((), ())), precision=precision)
+# (kernel, bias) of one linear map.
+Params = tuple[jax.Array, jax.Array | None]
+
+
+def _dims(ndim: int, contracted: int) -> Any:
+    """The last `contracted` dimensions of x, with as many first ones of the kernel."""
+    return (tuple(range(ndim - contracted, ndim)), tuple(range(contracted))), ((), ())
+
+
+def columns(x: jax.Array, maps: Sequence[Params], options: Options) -> list[jax.Array]:
+    """This rank's columns of x @ kernel + bias for each of `maps`; x comes in once."""
+    kernels, biases = zip(*maps, strict=True)
+    x, *rest = promote(options.dtype, x, *kernels, *biases)
+    kernels, biases = rest[: len(maps)], rest[len(maps) :]
+    dims, axis = _dims(x.ndim, 1), options.axis_name
+    if options.sequence_parallel and options.collectives == "overlap":
+        ys: Any = jax_overlap.all_gather_matmul(
+            x,
+            tuple(kernels),
+            axis,
+            gather_dimension=x.ndim - 2,
+            dimension_numbers=dims,
+            bias=tuple(biases),
+            precision=options.precision,
+            save_gathered=options.save_gathered,
+        )
+        return list(ys)
+
+    def multiply(x, kernels):
+        if options.sequence_parallel:
+            x = lax.all_gather(x, axis, axis=x.ndim - 2, tiled=True)
+        return [lax.dot_general(x, k, dims, options.precision) for k in kernels]
+
+    if options.sequence_parallel and not options.save_gathered:
+        multiply = jax.checkpoint(multiply)
+    x = x if options.sequence_parallel else enter(x, options)
+    ys = multiply(x, kernels)
+    return [y if b is None else y + b for y, b in zip(ys, biases, strict=True)]
 
 
 def column(x, kernel, bias, options: Options) -> jax.Array:
     """This rank's columns of x @ kernel + bias."""
-    x, kernel, bias = promote(options.dtype, x, kernel, bias)
-    y = dot(enter(x, options), kernel, 1, options.precision)
-    return y if bias is None else y + bias
+    return columns(x, [(kernel, bias)], options)[0]
 
 
 def row(x, kernel, bias, options: Options, contracted: int = 1) -> jax.Array:
-    """The sum over ranks of x @ kernel, plus bias: after the sum, hence once."""
+    """The sum over ranks of x @ kernel, plus bias: after the sum, hence once.
+
+    Sequence parallel, each rank gets its part of the sequence of that.
+    """
     x, kernel, bias = promote(options.dtype, x, kernel, bias)
-    y = leave(dot(x, kernel, contracted, options.precision), options)
+    dims, axis = _dims(x.ndim, contracted), options.axis_name
+    sequence = x.ndim - contracted - 1
+    if options.sequence_parallel and bias is not None:
+        # Each rank adds it to other rows, and has only their part of its gradient.
+        bias = enter(bias, options)
+    if options.collectives == "overlap":
+        more = {
+            "dimension_numbers": dims,
+            "bias": bias,
+            "precision": options.precision,
+        }
+        if options.sequence_parallel:
+            return jax_overlap.matmul_reduce_scatter(
+                x, kernel, axis, scatter_dimension=sequence, **more
+            )
+        return jax_overlap.matmul_all_reduce(x, kernel, axis, **more)
+    y = lax.dot_general(x, kernel, dims, options.precision)
+    if options.sequence_parallel:
+        y = lax.psum_scatter(y, axis, scatter_dimension=sequence, tiled=True)
+    else:
+        y = lax.psum(y, axis)
     return y if bias is None else y + bias
-
-
-Params = Sequence[tuple[jax.Array, jax.Array | None]]  # (kernel, bias) of each part
 
 
 def attention(
     inputs: Sequence[jax.Array],
     which: Sequence[int],
-    params: Params,
+    maps: Sequence[Params],
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     options: Options,
 ) -> jax.Array:
     """Attention of this rank's heads, then the row-parallel output projection.
 
     `which` says which of the distinct `inputs` feeds query, key and value: one that
-    feeds several is entered once, so self-attention has one psum in the backward pass.
+    feeds several comes in once, so self-attention has one psum (or one of each
+    collective) in the backward pass. `maps` are those of query, key, value and output.
     """
-    entered = [enter(promote(options.dtype, x)[0], options) for x in inputs]
-    heads = [column(entered[i], *params[n], options) for n, i in enumerate(which)]
-    kernel, bias = params[3]
+    heads: list[Any] = [None] * 3
+    for i, x in enumerate(inputs):
+        fed = [n for n in range(3) if which[n] == i]
+        for n, y in zip(fed, columns(x, [maps[n] for n in fed], options), strict=True):
+            heads[n] = y
+    kernel, bias = maps[3]
     return row(attend(*heads), kernel, bias, options, contracted=2)
 
 

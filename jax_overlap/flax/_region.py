@@ -4,11 +4,15 @@
 the layer computes on the shards it is given. (b) Elsewhere the axis belongs to the
 mesh set by `jax.set_mesh`: the layer opens a `shard_map` of its own, over all the
 axes whose use it knows, because a custom call in a partly automatic region would be
-fed by an all-gather over the automatic axes (and `jax_overlap.psum` declines to).
+fed by an all-gather over the automatic axes (and the ops of `jax_overlap` decline to).
+
+Input and output of a layer have either their features cut over the axis or, in the
+sequence-parallel form, the sequence: the dimension before the features.
 """
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,6 +50,7 @@ class Region:
     explicit: frozenset[str]  # axes of which the types of the arrays tell the sharding
     told: frozenset[str]  # axes of which only `batch_spec` can tell it
     batch_spec: P
+    sequence_parallel: bool
 
     @classmethod
     def here(cls, owner: str, options: Options, batch_spec: P | None) -> "Region":
@@ -58,8 +63,10 @@ class Region:
         auto = {a for a, k in kinds.items() if k == AxisType.Auto}
         if batch_spec is None:
             hidden = {a for a in auto - {options.axis_name} if mesh.shape[a] > 1}
-            if hidden and options.collectives == "overlap":
-                _warn_untold(owner, hidden)
+            if hidden and (
+                options.collectives == "overlap" or options.sequence_parallel
+            ):
+                _warn_untold(owner, hidden, options.sequence_parallel)
             auto -= hidden
         region = cls(
             owner,
@@ -67,6 +74,7 @@ class Region:
             frozenset(explicit),
             frozenset(auto),
             P() if batch_spec is None else batch_spec,
+            options.sequence_parallel,
         )
         region._check_batch_spec(mesh)
         return region
@@ -85,36 +93,53 @@ class Region:
                 )
 
     def leading(self, x: jax.Array, last: str | None) -> tuple[Any, ...]:
-        """The sharding of all dimensions of x but the last, which must fit `last`."""
+        """How other axes cut the dimensions of x before the last, which fits `last`."""
         if len(self.batch_spec) >= x.ndim:
             raise ValueError(
                 f"{self.owner}: batch_spec = {self.batch_spec} is about the dimensions "
                 f"before the last, but the input has shape {x.shape}."
             )
-        typed = self._typed(x)
         told = (*self.batch_spec, *[None] * (x.ndim - len(self.batch_spec)))
-        self._check_typed(x, typed, last)
+        typed = self._typed(x, last)
         kept = [[n for n in _names(e) if n in self.told] for e in told[:-1]]
-        return tuple(_entry([*a, *b]) for a, b in zip(typed[:-1], kept, strict=True))
+        lead = tuple(_entry([*a, *b]) for a, b in zip(typed, kept, strict=True))
+        if self.sequence_parallel:
+            self._check_divides(x, [*_names(lead[-1]), self.axis_name])
+        return lead
 
-    def _typed(self, x: jax.Array) -> list[tuple[str, ...]]:
+    def spec(self, lead: Sequence[Any], last: str | None) -> P:
+        """The sharding of an array with these dimensions before the last."""
+        if last is None and self.sequence_parallel:
+            lead = *lead[:-1], _entry([*_names(lead[-1]), self.axis_name])
+        return P(*lead, last)
+
+    def _typed(self, x: jax.Array, last: str | None) -> list[tuple[str, ...]]:
+        """What the type of x says about the dimensions before the last."""
         spec = tuple(jax.typeof(x).sharding.spec)
         spec += (None,) * (x.ndim - len(spec))
-        return [tuple(n for n in _names(e) if n in self.explicit) for e in spec]
-
-    def _check_typed(self, x, typed, last: str | None) -> None:
-        # A replicated input of a row-parallel layer is fine: each rank takes a slice.
-        # All else would have to be gathered, which nobody should pay unasked.
-        taken = any(self.axis_name in names for names in typed[:-1])
-        if not taken and typed[-1] in ((), _names(last)):
-            return
-        want = P(*[_entry([n for n in e if n != self.axis_name]) for e in typed[:-1]])
-        want = P(*want, last)
+        typed = [tuple(n for n in _names(e) if n in self.explicit) for e in spec]
+        *lead, features = typed
+        # Its own axis comes last in the sequence, so that others cut what it gathers.
+        own = (self.axis_name,)
+        if self.sequence_parallel and last is None and lead[-1][-1:] == own:
+            lead[-1] = lead[-1][:-1]
+        # What is not cut is fine where it should be: each rank takes a slice. All else
+        # would have to be gathered, which nobody should pay unasked.
+        taken = any(self.axis_name in names for names in lead)
+        if not taken and features in ((), _names(last)):
+            return lead
+        others = [_entry([n for n in e if n != self.axis_name]) for e in lead]
+        want = self.spec(others, last)
         raise ValueError(
             f"{self.owner}: expected an input sharded as {want}, got "
             f"{P(*map(_entry, typed))} for shape {x.shape}. Change it where you want "
             f"to pay for it: x = jax.sharding.reshard(x, {want})."
         )
+
+    def _check_divides(self, x: jax.Array, names: Sequence[str]) -> None:
+        mesh = get_abstract_mesh()
+        ranks = math.prod(mesh.shape[name] for name in names)
+        _sharding.check_sequence(self.owner, x.shape, ranks, tuple(names))
 
     def place(self, x: jax.Array, spec: P) -> jax.Array:
         """Gives x the sharding with which it enters, where types must agree."""
@@ -132,12 +157,14 @@ class Region:
         )(*args)
 
 
-def _warn_untold(owner: str, axes: set[str]) -> None:
+def _warn_untold(owner: str, axes: set[str], sequence_parallel: bool) -> None:
+    # XLA's all-gather in a partly automatic region wants the rest replicated.
+    gathers = ", for which XLA gathers the batch, too" if sequence_parallel else ""
     warnings.warn(
         f"{owner}: the mesh has Auto axes {sorted(axes)}, and nothing says how the "
-        f"batch is sharded over them, so the sums use jax.lax.psum. Pass batch_spec=, "
-        f"such as P({sorted(axes)[0]!r}) (or P() for a replicated batch), or use a "
-        f"mesh with Explicit axes.",
+        f"batch is sharded over them, so it uses the collectives of jax.lax{gathers}. "
+        f"Pass batch_spec=, such as P({sorted(axes)[0]!r}) (or P() for a replicated "
+        f"batch), or use a mesh with Explicit axes.",
         stacklevel=4,
     )
 
@@ -158,7 +185,12 @@ def apply_linear(
 
     Inside shard_map the arrays are the shards already.
     """
-    if _sharding.bound_size(options.axis_name) is not None:
+    if options.sequence_parallel:
+        _sharding.check_has_sequence(owner, x)
+    if (size := _sharding.bound_size(options.axis_name)) is not None:
+        if options.sequence_parallel and last[1] is None:
+            names = (options.axis_name,)
+            _sharding.check_sequence(owner, jnp.shape(x), size, names)
         return body(x, *params, options)
     if initializing and not _sharding.known(options.axis_name):
         return alone(options.axis_name, lambda: body(x, *params, options))
@@ -169,8 +201,8 @@ def apply_linear(
     return region.run(
         lambda x, kernel, bias=None: body(x, kernel, bias, options),
         (x, *[p for p, _ in kept]),
-        (P(*lead, last[0]), *[s for _, s in kept]),
-        P(*lead, last[1]),
+        (region.spec(lead, last[0]), *[s for _, s in kept]),
+        region.spec(lead, last[1]),
     )
 
 
@@ -205,7 +237,10 @@ def apply_attention(
     initializing: bool = False,
 ) -> jax.Array:
     """Attention on shards: the heads are cut, the batch stays as it is."""
-    # An input used twice enters once: one psum in the backward pass, not three.
+    if options.sequence_parallel:
+        for x in qkv:
+            _sharding.check_has_sequence(owner, x)
+    # An input used twice comes in once: one psum in the backward pass, not three.
     distinct = list({id(x): x for x in qkv}.values())
     which = [next(i for i, y in enumerate(distinct) if y is x) for x in qkv]
 
@@ -223,11 +258,13 @@ def apply_attention(
     leads = [region.leading(x, None) for x in distinct]
     _check_sequence(owner, leads)
     in_specs = (
-        [P(*lead, None) for lead in leads],
+        [region.spec(lead, None) for lead in leads],
         [_mask_spec(m, leads[0], options.axis_name) for m in masks],
         [_without_bias(*both) for both in zip(params, specs, strict=True)],
     )
-    return region.run(body, (distinct, masks, params), in_specs, P(*leads[0], None))
+    return region.run(
+        body, (distinct, masks, params), in_specs, region.spec(leads[0], None)
+    )
 
 
 def _without_bias(params: Any, specs: tuple[P, P]) -> tuple[P, P | None]:

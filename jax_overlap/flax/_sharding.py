@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
@@ -61,6 +62,32 @@ def check_last(owner: str, x: jax.Array, features: int) -> None:
         raise ValueError(
             f"{owner}: expected inputs with {features} features in the last "
             f"dimension, got shape {x.shape}."
+        )
+
+
+def check_has_sequence(owner: str, x: jax.Array) -> None:
+    """The sequence-parallel form cuts the dimension before the features."""
+    if jnp.ndim(x) < 2:
+        raise ValueError(
+            f"{owner}: sequence_parallel=True needs inputs (..., sequence, features), "
+            f"got shape {jnp.shape(x)}. Add a dimension, or pass "
+            f"sequence_parallel=False."
+        )
+
+
+def check_sequence(
+    owner: str, shape: Sequence[int], ranks: int, axis_names: tuple[str, ...]
+) -> None:
+    """The sequence of an input has to give each of the ranks an equal part."""
+    if (count := shape[-2]) % ranks:
+        over = " and ".join(f"{name!r}" for name in axis_names)
+        axes = "axis" if len(axis_names) == 1 else "axes"
+        up = -(-count // ranks) * ranks
+        raise ValueError(
+            f"{owner}: sequence_parallel=True cuts dimension {len(shape) - 2} of the "
+            f"input of shape {tuple(shape)}, but {count} is not divisible by the "
+            f"{ranks} ranks of {axes} {over}. Pad it to {up}, or pass "
+            f"sequence_parallel=False."
         )
 
 

@@ -12,14 +12,25 @@ layer in a model), pass `name=` to the plain and to the parallel layer alike.
 Fields that all layers share, beside those of the plain layers:
 
 - `axis_name`: the mesh axis over which the layer is cut.
-- `collectives`: "overlap" for `jax_overlap.psum`, "xla" for `jax.lax.psum`.
+- `collectives`: "overlap" for those of `jax_overlap`, which are fused with the
+  matmuls; "xla" for those of `jax.lax`.
+- `sequence_parallel`: what is cut between the layers. False: nothing, activations
+  there are the same on all ranks; a row-parallel layer ends in a `matmul_all_reduce`.
+  True: the sequence, the dimension before the features, as in
+  https://arxiv.org/abs/2205.05198. A column-parallel layer begins with an
+  `all_gather_matmul`, a row-parallel one ends in a `matmul_reduce_scatter`. That moves
+  as much, while norms, residuals and dropout in between cost a rank its part only, in
+  time and memory.
+- `save_gathered`: in that form, whether the gathered input is kept for the backward
+  pass, or gathered again there.
 - `batch_spec`: in use (b) on a mesh with Auto axes, the PartitionSpec of the
   dimensions before the features, such as `P("data")`: nothing else can tell it there.
-  Without it the layer computes the same, by `jax.lax.psum`, and warns. On a mesh with
+  Without it the layer computes the same, by `jax.lax`, and warns. On a mesh with
   Explicit axes the type of the input tells it.
 
 Gradients taken inside `shard_map` need its default `check_vma=True`; with False they
-are what `jax.lax.psum` gives there: n times too large on n ranks.
+are what `jax.lax` gives there: those behind a sum over n ranks are n times too large
+and, sequence parallel, that of a row-parallel layer's bias is each rank's part only.
 """
 
 import functools
@@ -98,7 +109,12 @@ def _params(
 
 def _options(module: Any) -> _local.Options:
     options = _local.Options(
-        module.axis_name, module.collectives, module.dtype, module.precision
+        module.axis_name,
+        module.collectives,
+        module.dtype,
+        module.precision,
+        module.sequence_parallel,
+        module.save_gathered,
     )
     options.check(type(module).__name__)
     return options
@@ -116,6 +132,8 @@ class _Dense(nn.Module):
     features: int
     axis_name: str
     collectives: str = "overlap"
+    sequence_parallel: bool = False
+    save_gathered: bool = True
     batch_spec: P | None = None
     use_bias: bool = True
     dtype: Any = None
@@ -140,24 +158,27 @@ class _Dense(nn.Module):
 
 
 class ColumnParallelDense(_Dense):
-    """`nn.Dense` with its output features cut over a mesh axis; no communication.
+    """`nn.Dense` with its output features cut over a mesh axis.
 
-    The psum of a pair column -> row is in the row layer; the backward pass has one
-    here, for the gradient of the input.
+    Its input is the same on all ranks: no communication, and in the backward pass a
+    psum, for the gradient of the input. Sequence parallel, it is cut along the
+    sequence: an `all_gather_matmul`, backward a `matmul_reduce_scatter`.
 
     Shapes: `kernel` (in_features, features), placed `P(None, axis_name)`; `bias`
     (features,), placed `P(axis_name)`; both of `param_dtype`. Inside `shard_map` they
     are the shards of that.
 
-    Input: (..., in_features), the features not sharded. Output: (..., features)
-    sharded over `axis_name` in the last dimension; inside `shard_map`
-    (..., features / n), varying over the axis. Its dtype is `dtype`, or that to which
-    input and parameters promote.
+    Input: (..., in_features), the features not sharded. Sequence parallel,
+    (..., sequence, in_features) sharded over `axis_name` in the sequence (or not
+    sharded there: each rank then takes its part); inside `shard_map`
+    (..., sequence / n, in_features). Output: (..., features) sharded over `axis_name`
+    in the last dimension; inside `shard_map` (..., features / n), varying over the
+    axis. Its dtype is `dtype`, or that to which input and parameters promote.
 
     Raises:
-      ValueError: features is not divisible by the size of the axis; there is no mesh,
-        or not with this axis; or, on an Explicit mesh, the input has a sharding that
-        would have to be gathered.
+      ValueError: features (or the sequence, where it is cut) is not divisible by the
+        size of the axis; there is no mesh, or not with this axis; or, on an Explicit
+        mesh, the input has a sharding that would have to be gathered.
 
     Example:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("tp",))
@@ -180,9 +201,10 @@ class ColumnParallelDense(_Dense):
 
 
 class RowParallelDense(_Dense):
-    """`nn.Dense` with its input features cut over a mesh axis; one psum.
+    """`nn.Dense` with its input features cut over a mesh axis; one sum of ranks.
 
-    The bias is added after the psum, hence once.
+    It is part of the matmul: a `matmul_all_reduce` or, sequence parallel, a
+    `matmul_reduce_scatter`. The bias is added after the sum, hence once.
 
     Shapes: `kernel` (in_features, features), placed `P(axis_name, None)`; `bias`
     (features,), placed `P(None)`; both of `param_dtype`. Inside `shard_map` they are
@@ -191,12 +213,15 @@ class RowParallelDense(_Dense):
     Input: (..., in_features) sharded over `axis_name` in the last dimension (or not
     sharded there: each rank then takes its slice); inside `shard_map`
     (..., in_features / n). Output: (..., features), the same on all ranks of the axis
-    (invariant, inside `shard_map`).
+    (invariant, inside `shard_map`). Sequence parallel, (..., sequence, features)
+    sharded over `axis_name` in the sequence; inside `shard_map`
+    (..., sequence / n, features), varying over the axis.
 
     Raises:
-      ValueError: the features of the input are not divisible by the size of the axis;
-        there is no mesh, or not with this axis; or, on an Explicit mesh, the input
-        has a sharding that would have to be gathered.
+      ValueError: the features of the input (or its sequence, where it is cut) are not
+        divisible by the size of the axis; there is no mesh, or not with this axis;
+        or, on an Explicit mesh, the input has a sharding that would have to be
+        gathered.
 
     Example:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("tp",))
@@ -220,6 +245,8 @@ class RowParallelDense(_Dense):
 _SHARED = (
     "axis_name",
     "collectives",
+    "sequence_parallel",
+    "save_gathered",
     "batch_spec",
     "use_bias",
     "dtype",
@@ -233,12 +260,15 @@ _SHARED = (
 class TensorParallelMLP(nn.Module):
     """A column-parallel layer `up`, an activation, a row-parallel layer `down`.
 
-    One psum forward, one backward (for the gradient of the input). A plain MLP that
-    names its two `nn.Dense` `up` and `down` has the same parameter tree.
+    One `matmul_all_reduce` forward, one psum backward (for the gradient of the input);
+    sequence parallel, an `all_gather_matmul` and a `matmul_reduce_scatter` forward, and
+    again backward (and a psum for the bias of `down`). A plain MLP that names its two
+    `nn.Dense` `up` and `down` has the same parameter tree.
 
     Input: (..., in_features), the features not sharded. Output: (..., out_features)
-    (default: in_features), the same on all ranks of the axis. `activation` works on
-    the hidden features element by element, as each rank has only its own.
+    (default: in_features), the same on all ranks of the axis. Sequence parallel, both
+    are sharded over it in the dimension before the features. `activation` works on the
+    hidden features element by element, as each rank has only its own.
 
     Raises:
       ValueError: as the two layers; hidden_features is what must be divisible.
@@ -250,6 +280,12 @@ class TensorParallelMLP(nn.Module):
       ...     y = jax.jit(mlp.apply)(mlp.init(jax.random.key(0), x), x)
       >>> y.shape
       (4, 16)
+      >>> mlp = TensorParallelMLP(64, axis_name="tp", sequence_parallel=True)
+      >>> with jax.set_mesh(mesh):
+      ...     x = jax.device_put(jnp.ones((2, 8, 16)), P(None, "tp"))
+      ...     y = jax.jit(mlp.apply)(mlp.init(jax.random.key(0), x), x)
+      >>> y.shape, tuple(y.sharding.spec)
+      ((2, 8, 16), (None, 'tp', None))
     """
 
     hidden_features: int
@@ -257,6 +293,8 @@ class TensorParallelMLP(nn.Module):
     out_features: int | None = None
     activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu
     collectives: str = "overlap"
+    sequence_parallel: bool = False
+    save_gathered: bool = True
     batch_spec: P | None = None
     use_bias: bool = True
     dtype: Any = None
@@ -292,25 +330,29 @@ class _Projection(nn.Module):
 
 
 class TensorParallelAttention(nn.Module):
-    """`nn.MultiHeadDotProductAttention` with its heads cut over a mesh axis; one psum.
+    """`nn.MultiHeadDotProductAttention` with its heads cut over a mesh axis.
 
-    Query, key and value are projected for the local heads, attention runs on these,
-    and the output projection is row parallel. Self-attention has one psum forward and
-    one backward. Parameters are those of the plain layer, in `query`, `key`, `value`
-    (kernel (features, heads, head_dim), placed `P(None, axis_name, None)`) and `out`
-    (kernel (heads, head_dim, out_features), placed `P(axis_name, None, None)`).
+    Query, key and value are projected for the local heads, attention runs on these, and
+    the output projection is row parallel. Self-attention has one `matmul_all_reduce`
+    forward and one psum backward; sequence parallel, one `all_gather_matmul` for all
+    three and one `matmul_reduce_scatter` forward, and again backward (and a psum for
+    the bias of `out`). Parameters are those of the plain layer, in `query`, `key`,
+    `value` (kernel (features, heads, head_dim), placed `P(None, axis_name, None)`) and
+    `out` (kernel (heads, head_dim, out_features), placed `P(axis_name, None, None)`).
     Dropout, the decoding cache and `normalize_qk` of the plain layer are not here.
 
     Inputs: (batch..., length, features), neither length nor features sharded. Output:
-    (batch..., length, out_features), the same on all ranks of the axis. `mask`:
+    (batch..., length, out_features), the same on all ranks of the axis. Sequence
+    parallel, inputs and output are sharded over the axis in their lengths. `mask`:
     broadcastable to (batch..., heads, length, kv_length), True where a query may look;
     inside `shard_map` its heads are 1 or the local ones. `attention_fn` gets local
-    heads.
+    heads and the whole lengths.
 
     Raises:
-      ValueError: num_heads is not divisible by the size of the axis, or qkv_features
-        by num_heads; there is no mesh, or not with this axis; or, on an Explicit mesh,
-        the input has a sharding that would have to be gathered.
+      ValueError: num_heads (or a length, where it is cut) is not divisible by the size
+        of the axis, or qkv_features by num_heads; there is no mesh, or not with this
+        axis; or, on an Explicit mesh, the input has a sharding that would have to be
+        gathered.
 
     Example:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("tp",))
@@ -326,6 +368,8 @@ class TensorParallelAttention(nn.Module):
     qkv_features: int | None = None
     out_features: int | None = None
     collectives: str = "overlap"
+    sequence_parallel: bool = False
+    save_gathered: bool = True
     batch_spec: P | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
