@@ -2,9 +2,11 @@
 
 Inside `jax.shard_map`, write `jax_overlap.psum(x, "tp")` for `jax.lax.psum(x, "tp")`:
 same values, same gradients, same sharding types. `jax_overlap.explain(fn, *args)`
-says what each op will do and why; `jax_overlap.info()` what is loaded.
+says what each op will do and why; `jax_overlap.info()` what is loaded. `overlap(fn)` is for
+a function that uses `jax.lax`, `jax_overlap.sharded` for global arrays.
 """
 
+from jax_overlap import sharded as sharded
 from jax_overlap._info import info as info
 from jax_overlap.errors import OverlapError as OverlapError
 from jax_overlap.errors import clear_errors as clear_errors
@@ -19,5 +21,6 @@ from jax_overlap.ops.matmul_reduce_scatter import (
 )
 from jax_overlap.ops.psum import psum as psum
 from jax_overlap.ops.psum_scatter import psum_scatter as psum_scatter
+from jax_overlap.rewrite import overlap as overlap
 
 __version__ = "0.1.0"

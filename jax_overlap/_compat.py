@@ -19,7 +19,6 @@ from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import parallel as _parallel
 from jax.extend import linear_util
-from jax.extend.core import ClosedJaxpr
 from jax.extend.mlir.dialects import stablehlo
 from jaxlib import xla_client as _xla_client
 
@@ -115,9 +114,24 @@ def trace(fn, avals) -> tuple:
     return jaxpr, consts
 
 
+def mapped_mesh_axes() -> frozenset:
+    """The Explicit mesh axes over which a dimension that is vmapped here is sharded."""
+    return frozenset(_core.get_axis_env().explicit_mesh_axis_names)
+
+
 def axis_env(sizes: dict):
     """A context in which these axes are bound, as inside of `jax.shard_map`."""
     return _core.extend_axis_env_nd(list(sizes.items()))
+
+
+def shape_of(variable) -> tuple[int, ...]:
+    """The shape of a variable of a jaxpr."""
+    return variable.aval.shape
+
+
+def dtype_of(variable):
+    """The dtype of a variable of a jaxpr."""
+    return variable.aval.dtype
 
 
 def equation_mesh(eqn):
@@ -128,6 +142,11 @@ def equation_mesh(eqn):
 def equation_context(eqn):
     """The context that an equation was traced in: mesh, metadata and the like."""
     return eqn.ctx.manager
+
+
+def context_key(eqn):
+    """The same object for equations traced in the same context."""
+    return eqn.ctx
 
 
 def is_plain_context(eqn) -> bool:
@@ -146,8 +165,17 @@ def source_line(eqn) -> str:
     return _source_info.summarize(eqn.source_info)
 
 
+def is_jaxpr(value) -> bool:
+    """Whether `value` is a jaxpr, open or closed (JAX 0.12 has one type for both)."""
+    return isinstance(value, (_core.Jaxpr, getattr(_core, "ClosedJaxpr", _core.Jaxpr)))
+
+
+def open_jaxpr(jaxpr):
+    """`jaxpr` without its constants, where that is another object."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
 def replace_equations(jaxpr, eqns):
     """`jaxpr`, open or closed, with other equations and the same everything else."""
-    if isinstance(jaxpr, ClosedJaxpr):  # all are, from JAX 0.11 or so
-        return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(eqns=eqns))
-    return jaxpr.replace(eqns=eqns)
+    new = open_jaxpr(jaxpr).replace(eqns=eqns)
+    return new if open_jaxpr(jaxpr) is jaxpr else jaxpr.replace(jaxpr=new)

@@ -12,6 +12,7 @@ algorithms. The transpose is `matmul_reduce_scatter`, and the other way round.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -180,7 +181,7 @@ def all_gather_matmul(
     return (result, gathered) if return_gathered else result
 
 
-def dims_of_each(dimension_numbers, count: int) -> tuple:
+def dims_of_each(dimension_numbers: Any, count: int) -> tuple:
     """The dimension numbers of each weight, from one for all or from a tuple."""
     is_one = dimension_numbers is None or (
         len(dimension_numbers) == 2
@@ -293,7 +294,7 @@ def _transpose(
     x, *ws = operands
     *cts, full_ct = cts if gathered else (*cts, None)
     live = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
-    out = zeros_for(operands)
+    out: list = zeros_for(operands)
     if ad.is_undefined_primal(x):
         if live:
             left, right = [cts[i] for i in live], [ws[i] for i in live]
@@ -352,7 +353,7 @@ def _batch(axis_data, operands, dims, *, axes, transposed, gathered, **params):
     ys, full = bind(
         x, ws, axes=axes, transposed=transposed, gathered=gathered, **params
     )
-    pairs = [unfold(y) for y in ys]
+    pairs: list = [unfold(y) for y in ys]
     if gathered:
         cols_only = dims[0] is None and x.shape == operands[0].shape
         pairs.append((full, None) if cols_only else unfold(full))
