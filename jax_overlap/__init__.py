@@ -1,9 +1,9 @@
 """Collectives and collective matmuls for JAX that hide communication behind compute.
 
 Inside `jax.shard_map`, write `jax_overlap.psum(x, "tp")` for `jax.lax.psum(x, "tp")`:
-same values, same gradients, same sharding types. `jax_overlap.explain(fn, *args)`
-says what each op will do and why; `jax_overlap.info()` what is loaded. `overlap(fn)` is for
-a function that uses `jax.lax`, `jax_overlap.sharded` for global arrays.
+same values, same gradients, same sharding types. For a function that uses `jax.lax`
+there is `overlap(fn)`, for global arrays `jax_overlap.sharded`. `explain(fn, *args)`
+says what each op will do and why; `info()` what is loaded.
 """
 
 from jax_overlap import sharded as sharded

@@ -13,10 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import Recompute, Saveable
-from jax.extend.core import DropVar, JaxprEqn, Literal, Primitive, Var
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
-import jax_overlap
 from jax_overlap import _compat
 from jax_overlap._rewrite_fusion import fused_gather, fused_sum
 from jax_overlap._rewrite_rules import (
@@ -31,6 +29,7 @@ from jax_overlap._rewrite_rules import (
     run_of_psums,
     why_left,
 )
+from jax_overlap.ops._pvary import to_varying_p
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,28 +233,6 @@ def _same_policy(policy, old, new) -> bool:
 
 
 # --------------------------------------------------------------- casts to varying
-# JAX's cast from invariant to varying is transposed to `lax.psum`; this one is
-# transposed to ours, so that the sums of `jax.grad(overlap(fn))` are, too.
-to_varying_p = Primitive("jax_overlap_pvary")
-to_varying_p.def_impl(lambda x, *, axes: x)
-mlir.register_lowering(to_varying_p, lambda ctx, x, *, axes: [x])
-batching.defvectorized(to_varying_p)
-
-
-@to_varying_p.def_abstract_eval
-def _to_varying_type(x, *, axes):
-    varying = x.mat.varying | set(axes)
-    return x.update(manual_axis_type=x.mat.update(varying=varying))
-
-
-def _to_varying_transpose(ct, x, *, axes):
-    del x
-    return [jax_overlap.psum(ct, axes)]
-
-
-ad.deflinear2(to_varying_p, _to_varying_transpose)
-
-
 def with_our_transpose(eqn: JaxprEqn, context: Context) -> JaxprEqn:
     """A cast to varying as one whose cotangents our psum adds, if it may have any."""
     (x,) = eqn.invars

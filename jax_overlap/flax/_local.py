@@ -25,10 +25,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 import jax_overlap
+from jax_overlap.ops._pvary import to_varying_p
 
 COLLECTIVES = ("overlap", "xla")
 
@@ -58,35 +57,6 @@ class Options:
             )
 
 
-def _psum(x: jax.Array, axis_name: str, collectives: str) -> jax.Array:
-    op = jax_overlap.psum if collectives == "overlap" else lax.psum
-    return op(x, axis_name)
-
-
-# JAX's own invariant -> varying cast is transposed to `lax.psum`. This one is
-# transposed to the psum the layer asked for. It is linear, so forward mode, vmap and
-# higher derivatives work, which a `custom_vjp` would forbid.
-_to_varying_p = Primitive("jax_overlap_to_varying")
-_to_varying_p.def_impl(lambda x, **_: x)
-mlir.register_lowering(_to_varying_p, lambda ctx, x, **_: [x])
-batching.defvectorized(_to_varying_p)
-
-
-@_to_varying_p.def_abstract_eval
-def _to_varying_type(x, *, axis_name, collectives):
-    del collectives
-    varying = x.mat.varying | {axis_name}
-    return x.update(manual_axis_type=x.mat.update(varying=varying))
-
-
-def _to_varying_transpose(ct, x, *, axis_name, collectives):
-    del x
-    return [_psum(ct, axis_name, collectives)]
-
-
-ad.deflinear2(_to_varying_p, _to_varying_transpose)
-
-
 def enter(x: jax.Array, options: Options) -> jax.Array:
     """Identity; the cotangents of the ranks are summed by the chosen psum."""
     axis = options.axis_name
@@ -95,7 +65,9 @@ def enter(x: jax.Array, options: Options) -> jax.Array:
     tracked = axis in jax.typeof(lax.axis_index(axis)).mat.varying
     if not tracked or axis in jax.typeof(x).mat.varying:
         return x
-    return _to_varying_p.bind(x, axis_name=axis, collectives=options.collectives)
+    if options.collectives == "xla":
+        return lax.pcast(x, axis, to="varying")
+    return to_varying_p.bind(x, axes=(axis,))
 
 
 def promote(dtype: Any, *arrays: jax.Array | None) -> list[Any]:

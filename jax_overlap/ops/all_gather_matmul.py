@@ -129,7 +129,7 @@ def all_gather_matmul(
     several = isinstance(w, (tuple, list))
     x, *ws = _matmul.promoted(x, *(w if several else (w,)))
     dims = dims_of_each(dimension_numbers, len(ws))
-    biases = bias if several and bias is not None else (bias,) * len(ws)
+    biases: Any = bias if several and bias is not None else (bias,) * len(ws)
     _check_counts(len(ws), dimension_numbers=dims, bias=biases)
     dims = [_matmul.dims_of_matmul(op, n, x, w) for n, w in zip(dims, ws, strict=True)]
     size = _block.group_size(axes, groups)
@@ -183,13 +183,15 @@ def all_gather_matmul(
 
 def dims_of_each(dimension_numbers: Any, count: int) -> tuple:
     """The dimension numbers of each weight, from one for all or from a tuple."""
-    is_one = dimension_numbers is None or (
-        len(dimension_numbers) == 2
-        and all(
-            not n or isinstance(n[0], (int, np.integer)) for n in dimension_numbers[0]
-        )
+    if dimension_numbers is None or _is_one(dimension_numbers):
+        return (dimension_numbers,) * count
+    return tuple(dimension_numbers)
+
+
+def _is_one(dimension_numbers) -> bool:
+    return len(dimension_numbers) == 2 and all(
+        not n or isinstance(n[0], (int, np.integer)) for n in dimension_numbers[0]
     )
-    return (dimension_numbers,) * count if is_one else tuple(dimension_numbers)
 
 
 def _check_counts(weights: int, **of_each) -> None:
