@@ -150,6 +150,15 @@ def wide(array) -> np.ndarray:
     return array.astype(np.float64 if array.dtype.kind not in "iu" else np.int64)
 
 
+def in_rank_order(x) -> np.ndarray:
+    """The sum over the ranks, stacked: one after the other, in fp32 or a wider type."""
+    adding = x.dtype if x.dtype.itemsize >= 4 else np.dtype(np.float32)
+    total = x[0].astype(adding)
+    for part in x[1:]:
+        total = total + part.astype(adding)
+    return np.broadcast_to(total.astype(x.dtype), x.shape)
+
+
 def custom_calls(hlo: str, target: str) -> int:
     return len(re.findall(f'custom_call_target="{re.escape(target)}"', hlo))
 

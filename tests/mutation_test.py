@@ -23,11 +23,19 @@ MUTANTS = {
         "all_gather_test.AllGatherParts.test_the_transpose_of_every_form_vma",
         "all_to_all_test.AllToAllValues.test_sizes_2_ranks",
         "all_to_all_test.AllToAllParts.test_every_form_vma",
+        "matmul_reduce_scatter_test.MatmulReduceScatterValues.test_sizes_2_ranks",
+        "matmul_reduce_scatter_test.MatmulReduceScatterSlicedPrograms.test_jit_of_jit",
+        "all_gather_matmul_test.AllGatherMatmulValues.test_sizes_2_ranks",
+        "all_gather_matmul_test.AllGatherMatmulLastTransforms.test_vjp_vma",
+        "matmul_all_reduce_test.MatmulAllReduceValues.test_sizes_2_ranks",
     ),
     # Ranks work on each other's slices.
     "wrong_slice": (
         "psum_test.PsumValues.test_sizes_4_ranks",
         "psum_test.PsumValues.test_layouts_2x4_over_a",
+        "matmul_reduce_scatter_test.MatmulReduceScatterForms.test_every_form_no_vma",
+        "matmul_reduce_scatter_test.MatmulReduceScatterSlicedPrograms.test_jit_of_jit",
+        "matmul_all_reduce_test.MatmulAllReduceValues.test_sizes_4_ranks",
     ),
     # The elements after the last whole cell are not all sent.
     "tail_off_by_one": (
@@ -40,9 +48,15 @@ MUTANTS = {
         "psum_test.PsumBits.test_float16_does_not_overflow_on_the_way",
         "psum_test.PsumBits.test_summed_in_rank_order_bf16",
         "psum_scatter_test.PsumScatterBits.test_half_types_are_summed_in_fp32",
+        "matmul_reduce_scatter_test.ScatteredBits.test_half_types_are_summed_in_fp32",
+        "matmul_all_reduce_test.MatmulAllReduceBits.test_half_types_are_summed_in_fp32",
     ),
     # A rank that is ahead overwrites what others still read.
-    "one_slot": ("psum_test.PsumValues.test_many_chunks_f32",),
+    "one_slot": (
+        "psum_test.PsumValues.test_many_chunks_f32",
+        "matmul_reduce_scatter_test.MatmulReduceScatterValues.test_many_chunks_f32",
+        "all_gather_matmul_test.AllGatherMatmulValues.test_many_chunks_f32",
+    ),
     "missing_ready_wait": (
         "psum_test.PsumBits.test_an_element_has_the_same_bits_in_a_larger_array_f32",
     ),
@@ -50,6 +64,8 @@ MUTANTS = {
     "stale_epoch": (
         "psum_test.PsumPrograms.test_shrinking_and_growing_sizes_8",
         "psum_test.PsumPrograms.test_200_calls_back_to_back_small",
+        "matmul_reduce_scatter_test.MatmulReduceScatterValues.test_many_chunks_f32",
+        "all_gather_matmul_test.AllGatherMatmulValues.test_many_chunks_f32",
     ),
     # Waits have no limit.
     "deadline_ignored": (
@@ -65,6 +81,9 @@ MUTANTS = {
         "psum_test.PsumTransforms.test_vjp_no_vma",
         "psum_test.PsumTransforms.test_vjp_inside_no_vma",
         "psum_test.PsumTransforms.test_scan_and_its_gradient_no_vma",
+        "matmul_all_reduce_test.MatmulAllReduceTransforms.test_vjp_no_vma",
+        "matmul_all_reduce_test.MatmulAllReduceTransforms.test_vjp_inside_no_vma",
+        "gradients_test.Gradients.test_on_a_mesh_of_data_and_tensor_all_reduce_no_vma",
     ),
 }
 

@@ -52,6 +52,8 @@ class Op:
     dtypes: tuple = (np.float32, BF16, F16, np.float64, np.int32, np.int8)
     invariant: bool = True  # the result is the same on all ranks, and typed so
     mixes_with_vmap: bool = True  # lax takes an axis of vmap and one of devices at once
+    switches: bool = False  # sizes, of operands and nodes, decide on the algorithm
+    many: int = 2**20 + 3  # elements that travel in many chunks
 
     @property
     def target(self) -> str:
@@ -88,6 +90,16 @@ def over_teams(layout: Layout, function, *stacked):
             out = np.zeros((layout.size, *result.shape[1:]), result.dtype)
         out[team] = result
     return out
+
+
+def lowered(op, implementation, word=""):
+    """How many calls were lowered so, for a reason that has the word in it."""
+    return sum(
+        row["count"]
+        for row in jax_overlap.info()["lowered"]
+        if (row["op"], row["implementation"]) == (op, implementation)
+        and word in row["reason"]
+    )
 
 
 def named(**cases):
@@ -206,7 +218,8 @@ class Values(Contract):
 
         want = [self.want(layout, case, dtype) for case in cases]
         live = sum(w[0].size > 0 for w in want) if layout.team > 1 else 0
-        self.check(fn, layout, tuple(cases), want, calls=live, replicas=True, **kw)
+        kw = {"calls": live, "replicas": True, **kw}
+        self.check(fn, layout, tuple(cases), want, **kw)
 
     @named(**{f"{n}_ranks": (n,) for n in TEAM_SIZES})
     def test_sizes(self, n):
@@ -223,11 +236,19 @@ class Values(Contract):
         i8=(np.int8,),
     )
     def test_types(self, dtype):
-        if dtype not in self.op.dtypes:
-            self.skipTest("not a type of this op")
         with jax.enable_x64(dtype == np.float64):
             for n in (2, 6):
-                self.check_sizes(line(n), RAGGED, dtype, self.algorithms)
+                if dtype in self.op.dtypes:
+                    self.check_sizes(line(n), RAGGED, dtype, self.algorithms)
+                else:
+                    self.check_left_to_lax(line(n), (7, 8191), dtype)
+
+    def check_left_to_lax(self, layout, sizes, dtype):
+        """What is no type of the op goes to lax, is counted, and is right there."""
+        before = lowered(self.op.name, "lax", np.dtype(dtype).name)
+        self.check_sizes(layout, sizes, dtype, [None], calls=0, foreign=True)
+        after = lowered(self.op.name, "lax", np.dtype(dtype).name)
+        self.assertEqual(after, before + len(sizes))
 
     @named(f32=(np.float32,), bf16=(BF16,), f16=(F16,), f64=(np.float64,))
     def test_random_data_stay_within_the_derived_bound(self, dtype):
@@ -266,7 +287,7 @@ class Values(Contract):
         """Sizes at which the choice changes, as `explain` tells it, and one off."""
         for dtype in (np.float32, BF16):
             chosen = [self.chosen(line(n), 2**k, dtype) for k in range(18)]
-            if not self.op.algorithms:
+            if not self.op.switches:
                 self.assertLen(set(chosen), 1)
                 continue
             sizes = []
@@ -307,10 +328,10 @@ class Values(Contract):
 
     @named(f32=(np.float32,), bf16=(BF16,))
     def test_many_chunks(self, dtype):
-        self.check_sizes(line(4), (2**20 + 3,), dtype, self.algorithms)
-        for split in ("2", "1") if self.op.algorithms else ():
+        self.check_sizes(line(4), (self.op.many,), dtype, self.algorithms)
+        for split in ("2", "1") if self.op.switches else ():
             with node_size(split):
-                self.check_sizes(line(4), (2**20 + 3,), dtype, [None])
+                self.check_sizes(line(4), (self.op.many,), dtype, [None])
 
     def test_same_bits_in_100_runs(self):
         op, layout = self.op, line(8)

@@ -14,7 +14,7 @@ import numpy as np
 from contract_tools import BF16, F16, Layout, line
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from op_contract import Contract, named
+from op_contract import Contract, lowered, named
 from op_contract_transforms import both_modes
 
 import jax_overlap
@@ -28,16 +28,6 @@ def sized(dimension, size):
     shape = [2, 3, 5]
     shape[dimension] = size
     return tuple(shape)
-
-
-def lowered(op, implementation, word=""):
-    """How many calls were lowered so, for a reason that has the word in it."""
-    return sum(
-        row["count"]
-        for row in jax_overlap.info()["lowered"]
-        if (row["op"], row["implementation"]) == (op, implementation)
-        and word in row["reason"]
-    )
 
 
 class Parts(Contract):

@@ -248,9 +248,9 @@ class Programs(Contract):
 
     def test_typed_as_lax_types_it(self):
         """The same varying axes, shape and dtype as the lax op, for what goes in."""
-        layout = Layout((2, 4), ("a", "b"), ("b",))
-        operands = self.op.operands(layout, 24, np.float32, self.seed)
         for axes in ("b", "a", ("a", "b"), ("b", "a")):
+            layout = Layout((2, 4), ("a", "b"), tuple(axes))
+            operands = self.op.operands(layout, 24, np.float32, self.seed)
             for check_vma in (True, False):
                 seen = []
 

@@ -15,7 +15,7 @@ from op_contract import Op
 import jax_overlap
 
 
-def _total(x):
+def total(x):
     """Each rank has the sum over the ranks."""
     return np.broadcast_to(x.sum(0), x.shape)
 
@@ -32,14 +32,15 @@ PSUM = Op(
     name="psum",
     call=jax_overlap.psum,
     lax=lax.psum,
-    reference=_total,
-    vjp=lambda i, operands, cts: _total(cts),
+    reference=total,
+    vjp=lambda i, operands, cts: total(cts),
     # A rank's own cotangent under check_vma, where the result is one value that all
     # ranks share; without, lax sums the cotangents of all ranks.
-    inside_vjp=lambda i, operands, cts, vma: cts if vma else _total(cts),
+    inside_vjp=lambda i, operands, cts, vma: cts if vma else total(cts),
     shapes=lambda team, size: ((size,),),
     bound=_psum_bound,
     algorithms=("one_shot", "two_shot", "nvrar"),
+    switches=True,
 )
 
 
@@ -58,12 +59,12 @@ def _put_together(parts, dimension):
     return np.concatenate(np.moveaxis(parts, 1, 0), axis=dimension + 1)
 
 
-def _scatter(x, dimension):
+def scatter(x, dimension):
     """Rank r has part r of the sum."""
     return np.swapaxes(_cut(x, dimension), 0, 1).sum(1)
 
 
-def _gather(x, dimension):
+def gather(x, dimension):
     """Each rank has the operands of all."""
     return _put_together(np.broadcast_to(x, (len(x), *x.shape)), dimension)
 
@@ -105,8 +106,8 @@ def _both(name, **options):
 
 
 PSUM_SCATTER = _linear(
-    lambda x: _scatter(x, 1),
-    lambda ct: _gather(ct, 1),
+    lambda x: scatter(x, 1),
+    lambda ct: gather(ct, 1),
     **_both("psum_scatter", scatter_dimension=1, tiled=True),
     shapes=lambda team, size: ((2, team * _rows(size)),),
     bound=_scatter_bound,
@@ -116,8 +117,8 @@ PSUM_SCATTER = _linear(
 
 # Not tiled: the dimension goes.
 PSUM_SCATTER_FIRST = _linear(
-    lambda x: _scatter(x, 0)[:, 0],
-    lambda ct: _gather(ct[:, None], 0),
+    lambda x: scatter(x, 0)[:, 0],
+    lambda ct: gather(ct[:, None], 0),
     **_both("psum_scatter"),
     shapes=lambda team, size: ((team, size),),
     bound=_psum_bound,
@@ -125,19 +126,19 @@ PSUM_SCATTER_FIRST = _linear(
 )
 
 ALL_GATHER = _linear(
-    lambda x: _gather(x[:, :, None], 1),
-    lambda ct: _scatter(ct, 1)[:, :, 0],
+    lambda x: gather(x[:, :, None], 1),
+    lambda ct: scatter(ct, 1)[:, :, 0],
     **_both("all_gather", axis=1),
     shapes=lambda team, size: ((2, _rows(size)),),
-    bound=lambda operands, dtype: _gather(0 * operands[0][:, :, None], 1),
+    bound=lambda operands, dtype: gather(0 * operands[0][:, :, None], 1),
     mixes_with_vmap=False,
 )
 ALL_GATHER_LAST = _linear(
-    lambda x: _gather(x, 1),
-    lambda ct: _scatter(ct, 1),
+    lambda x: gather(x, 1),
+    lambda ct: scatter(ct, 1),
     **_both("all_gather", axis=-1, tiled=True),
     shapes=lambda team, size: ((3, size),),
-    bound=lambda operands, dtype: _gather(0 * operands[0], 1),
+    bound=lambda operands, dtype: gather(0 * operands[0], 1),
     mixes_with_vmap=False,
 )
 

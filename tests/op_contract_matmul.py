@@ -1,0 +1,599 @@
+"""The contract of the fused matmuls: every `lax.dot_general`, cut along any dimension.
+
+The forms (which dimension, how the operands lie, options) are run all in one program
+and compared with numpy; types with those of `lax`. All data are small integers, so
+everything is exact.
+"""
+
+import functools
+
+import contract_tools as tools
+import jax
+import jax.numpy as jnp
+import numpy as np
+from contract_tools import BF16, F16, Layout, line
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from matmul_descriptions import bound
+from op_contract import Contract, Near, lowered, named
+from op_contract_transforms import both_modes
+
+import jax_overlap
+
+RANKS = 4
+REFUSALS = (ValueError, TypeError, IndexError)
+GRID = Layout((2, 4), ("a", "b"), ("b",))
+WIDE = {"preferred_element_type": np.float32}
+
+# Dimension numbers: of a weight [n, k]; of x [k, m]; with a batch; with everything at
+# an unlikely place: two batch and two contracting dimensions, in unlike orders.
+W_TURNED = (((1,), (1,)), ((), ()))
+X_TURNED = (((0,), (0,)), ((), ()))
+BATCHED = (((2,), (1,)), ((0,), (0,)))
+WILD = (((1, 3), (3, 0)), ((0, 2), (2, 1)))
+MIDDLE = (((1,), (1,)), ((), ()))  # x [m, k, m'], w [n, k]
+NEGATIVE = (((-2,), (-1,)), ((), ()))  # the same
+VECTOR = (((1,), (0,)), ((), ()))  # w [k]
+OUTER = (((), ()), ((), ()))  # nothing contracted
+
+
+def form(x, w, dims=None, **options):
+    """Shapes of x and of the weight, or of several, and options."""
+    ws = w if isinstance(w[0], tuple) else (w,)
+    if dims is not None:
+        options["dimension_numbers"] = dims
+    return (x, *ws), options
+
+
+def lax_dot(x, w, dims, precision=None):
+    """lax.dot_general, which takes no negative dimensions and has no default."""
+    if dims is None:
+        dims = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(x, w, MIDDLE if dims == NEGATIVE else dims, precision)
+
+
+def dot_general(x, w, dims=None):
+    """lax.dot_general in numpy, of one rank's operands."""
+    (xc, wc), (xb, wb) = (((-1,), (0,)), ((), ())) if dims is None else dims
+    xc, wc = [d % x.ndim for d in xc], [d % w.ndim for d in wc]
+    of_x = list(range(x.ndim))
+    of_w = [*range(x.ndim, x.ndim + w.ndim)]
+    for i, j in (*zip(xc, wc, strict=True), *zip(xb, wb, strict=True)):
+        of_w[j] = i
+    free = [i for i in of_x if i not in (*xc, *xb)]
+    out = [*xb, *free, *(i for i in of_w if i >= x.ndim)]
+    return np.einsum(x, of_x, w, of_w, out, optimize=True)
+
+
+class Matmuls(Contract):
+    """A subclass has an op and its forms."""
+
+    forms: staticmethod  # (ranks) -> forms, of which the first is of plain rows
+    numpy: staticmethod  # (x, *ws of a team, **options) -> list of results
+    lax: staticmethod  # (x, *ws, axis_name, **options) -> list of results
+    refused: tuple  # forms on four ranks that lax refuses, too
+    empty: tuple  # forms that need no call: there is nothing to send, or to add
+    takes_groups = True
+    adds_ranks = True  # so that sums have the products of all ranks
+
+    def call(self, x, *ws, axis_name="x", **options):
+        w = ws if len(ws) > 1 else ws[0]
+        y = getattr(jax_overlap, self.op.name)(x, w, axis_name, **options)
+        return jax.tree.leaves(y)
+
+    def data(self, forms, layout=None, dtype=np.float32, make=tools.exact, seed=0):
+        """Stacked operands of each form."""
+        layout = line(RANKS) if layout is None else layout
+        return [
+            tuple(
+                make(self.seed + seed + 100 * i + j, (layout.size, *shape), dtype)
+                for j, shape in enumerate(shapes)
+            )
+            for i, (shapes, _) in enumerate(forms)
+        ]
+
+    def right(self, data, forms):
+        return [
+            [
+                np.asarray(y).astype(np.float32)
+                for y in self.numpy(*map(tools.wide, operands), **options)
+            ]
+            for operands, (_, options) in zip(data, forms, strict=True)
+        ]
+
+    def each(self, forms, **more):
+        """A function of one rank's operands: the op on those of each form."""
+
+        def fn(data):
+            return [
+                self.call(*operands, **options, **more)
+                for operands, (_, options) in zip(data, forms, strict=True)
+            ]
+
+        return fn
+
+    def check_forms(self, forms, layout=None, check_vma=True, calls=None, **more):
+        layout = line(RANKS) if layout is None else layout
+        data = self.data(forms, layout)
+        self.check(
+            self.each(forms, **more),
+            layout,
+            (data,),
+            self.right(data, forms),
+            calls=len(forms) if calls is None else calls,
+            check_vma=check_vma,
+            repeats=1,
+        )
+
+    # Values and derivatives of every form.
+
+    def test_every_form(self):
+        for algorithm in self.op.algorithms:
+            with self.subTest(algorithm=algorithm):
+                self.check_forms(self.forms(RANKS), algorithm=algorithm)
+
+    def test_every_form_no_vma(self):
+        self.check_forms(self.forms(RANKS), check_vma=False)
+
+    @named(**{str(n): (n,) for n in (2, 3, 8)})
+    def test_every_form_on_ranks(self, n):
+        self.check_forms(self.forms(n), line(n))
+
+    @named(by_choice=(None, False), by_force=("native", True))
+    def test_one_rank_needs_no_call(self, kind, check_vma):
+        self.check_forms(
+            self.forms(1), line(1), check_vma, calls=0, implementation=kind
+        )
+
+    @named(vma=(True, 0), no_vma=(False, -1))
+    def test_the_derivatives_of_every_form(self, check_vma, which):
+        """Value, JVP and gradients: their numbers, and types as of lax.
+
+        Results are linear in each operand that they need, so a gradient g is right if
+        <g, v> = <ct, op(v)> for any other operand v; some random ones tell it.
+        """
+        forms = self.forms(RANKS)
+        data = self.data(forms)
+        right = self.right(data, forms)
+        cts = [
+            [tools.exact(self.seed + 50 + i, y.shape, np.float32) for y in ys]
+            for i, ys in enumerate(right)
+        ]
+
+        def fn(call, data, cts):
+            out = []
+            for operands, ct, (_, options) in zip(data, cts, forms, strict=True):
+                of = functools.partial(call, **options)
+
+                def loss(*operands, of=of, ct=ct):
+                    return sum(map(jnp.vdot, of(*operands), ct))
+
+                argnums = tuple(range(len(operands)))
+                grads = jax.grad(loss, argnums)(*operands)
+                tangents = tuple(2 * a + 1 for a in operands)
+                out.append((*jax.jvp(of, operands, tangents), grads))
+            types.append(jax.tree.map(jax.typeof, out))
+            return out
+
+        types, layout, algorithm = [], line(RANKS), self.op.algorithms[which]
+        ours, theirs = (
+            tools.stacked(functools.partial(fn, call), layout, check_vma=check_vma)
+            for call in (
+                functools.partial(self.call, algorithm=algorithm),
+                functools.partial(self.lax, axis_name="x"),
+            )
+        )
+        for stacked in (ours, theirs):
+            jax.eval_shape(stacked, data, cts)
+        self.assertEqual(*types)
+        placed = tools.place((data, cts), layout)
+        compiled = jax.jit(ours).lower(*placed).compile()
+        self.assertEqual(tools.collectives(compiled.as_text()), [])
+        for i, (value, along, grads) in enumerate(compiled(*placed)):
+            operands, (shapes, options) = data[i], forms[i]
+            with self.subTest(shapes=shapes, **options):
+                self.assert_stacked(value, right[i])
+                moved = [
+                    self.with_operand(operands, j, 2 * a + 1, options)
+                    for j, a in enumerate(operands)
+                ]
+                self.assert_stacked(along, [sum(ys) for ys in zip(*moved, strict=True)])
+                for j, grad in enumerate(grads):
+                    self.assertEqual(grad.shape, operands[j].shape)
+                    for seed in (1, 2, 3):
+                        v = tools.exact(self.seed + seed, grad.shape, np.float32)
+                        ys = self.with_operand(operands, j, v, options)
+                        want = sum(map(np.vdot, cts[i], ys))
+                        self.assertEqual(np.vdot(np.asarray(grad), v), want, j)
+
+    def with_operand(self, operands, i, other, options):
+        """The right results with another operand at i, less what does not need it."""
+        both = [
+            self.right([(*operands[:i], a, *operands[i + 1 :])], [((), options)])[0]
+            for a in (other, np.zeros_like(other))
+        ]
+        return [y - rest for y, rest in zip(*both, strict=True)]
+
+    @named(of_x=(0,), of_weights=(1,), of_both=(2,))
+    def test_every_form_under_vmap(self, which):
+        """The batch dimension of an operand at each place in turn."""
+        forms = self.forms(RANKS)
+        both = [self.data(forms, seed=seed) for seed in (0, 1000)]
+        stacked_, axes, want = [], [], []
+        for i, (shapes, options) in enumerate(forms):
+            has = [which == 2 or which == min(j, 1) for j in range(len(shapes))]
+            places = [
+                (i + j) % (1 + len(shape)) if yes else None
+                for j, (shape, yes) in enumerate(zip(shapes, has, strict=True))
+            ]
+            one, two = both[0][i], both[1][i]
+            stacked_.append(
+                tuple(
+                    a if p is None else np.stack([a, b], 1 + p)
+                    for a, b, p in zip(one, two, places, strict=True)
+                )
+            )
+            axes.append(tuple(places))
+            two = tuple(
+                b if yes else a for a, b, yes in zip(one, two, has, strict=True)
+            )
+            ys = [self.right([o], [((), options)])[0] for o in (one, two)]
+            want.append([np.stack(pair, 1) for pair in zip(*ys, strict=True)])
+
+        def fn(data):
+            return [
+                jax.vmap(functools.partial(self.call, **options), in_axes=a)(*operands)
+                for operands, a, (_, options) in zip(data, axes, forms, strict=True)
+            ]
+
+        kw = {"calls": len(forms), "repeats": 1}
+        self.check(fn, line(RANKS), (stacked_,), want, **kw)
+
+    # Groups.
+
+    def test_groups(self):
+        """Equal groups of the four along "b" of a mesh of 2 x 4."""
+        if not self.takes_groups:
+            return
+        for groups in ([[0, 2], [3, 1]], [[3, 1, 0, 2]], [[2], [0], [3], [1]]):
+            size = len(groups[0])
+            forms = self.forms(size)
+            data = self.data(forms, GRID)
+            want = []
+            for operands, (_, options) in zip(data, forms, strict=True):
+                out = None
+                for row in range(2):
+                    for group in groups:
+                        ranks = [4 * row + r for r in group]
+                        part = [tools.wide(a[ranks]) for a in operands]
+                        ys = [np.asarray(y) for y in self.numpy(*part, **options)]
+                        if out is None:
+                            out = [np.zeros((8, *y.shape[1:]), np.float32) for y in ys]
+                        for o, y in zip(out, ys, strict=True):
+                            o[ranks] = y
+                want.append(out)
+            fn = self.each(forms, axis_name="b", axis_index_groups=groups)
+            kw = {"calls": len(forms) if size > 1 else 0, "repeats": 1}
+            with self.subTest(groups=groups):
+                self.check(fn, GRID, (data,), want, **kw)
+
+    def test_the_gradient_over_groups(self):
+        if not self.takes_groups:
+            return
+        forms = self.forms(2)[:1]
+        groups = [[3, 0], [1, 2]]
+        (operands,) = self.data(forms)
+        grads = []
+        for call in (self.call, functools.partial(self.lax, axis_name="x")):
+            fn = lambda *a, call=call: call(*a, axis_index_groups=groups)[0] ** 2  # noqa: E731
+            fn = tools.stacked(fn, line(RANKS))
+            grads.append(
+                jax.jit(jax.grad(lambda *a, fn=fn: fn(*a).sum(), (0, 1)))(*operands)
+            )
+        jax.tree.map(np.testing.assert_array_equal, *grads)
+
+    # What is refused, left to lax, or needs no call.
+
+    def refusal(self, call, shapes, **options):
+        fn = tools.stacked(functools.partial(call, **options), line(RANKS))
+        with self.assertRaises(Exception) as caught:
+            jax.eval_shape(fn, *(jnp.ones((RANKS, *shape)) for shape in shapes))
+        return type(caught.exception), str(caught.exception)
+
+    def test_refused_at_trace_time_in_the_words_of_lax(self):
+        theirs = functools.partial(self.lax, axis_name="x")
+        for shapes, options in self.refused:
+            with self.subTest(shapes=shapes, **options):
+                ours = self.refusal(self.call, shapes, **options)
+                self.assertEqual(ours, self.refusal(theirs, shapes, **options))
+                self.assertTrue(issubclass(ours[0], REFUSALS), ours)
+
+    def test_operands_that_are_no_matmul(self):
+        name = self.op.name
+        for shapes in (((), (4, 3)), ((8, 4), (4,)), ((8, 4), (2, 4, 3)), ((4,), ())):
+            error, text = self.refusal(self.call, shapes)
+            self.assertEqual(error, ValueError)
+            self.assertRegex(
+                text,
+                f"{name}.*dimension_numbers.*{shapes[0]}".replace("(", r"\(").replace(
+                    ")", r"\)"
+                ),
+            )
+        fn = getattr(jax_overlap, name)
+        x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
+        for operands in (({"a": x}, w), (x, {"a": w}), (None, w)):
+            call = tools.stacked(lambda _, o=operands: fn(*o, "x"), line(RANKS))
+            with self.assertRaises((TypeError, ValueError)):
+                jax.eval_shape(call, jnp.ones(RANKS))
+
+    def test_options_that_are_not_there(self):
+        name = self.op.name
+        shapes, _ = self.forms(RANKS)[0]
+        for option, legal in (
+            ("implementation", ("reference", "native")),
+            ("algorithm", self.op.algorithms),
+        ):
+            for value in ("nope", "", 3):
+                error, text = self.refusal(self.call, shapes, **{option: value})
+                self.assertEqual(error, ValueError)
+                self.assertRegex(text, f"{name}: {option}={value!r}")
+                self.assertIn(str(legal), text)
+        for axes, error in (("nope", NameError), (("x", "x"), ValueError)):
+            kind, text = self.refusal(self.call, shapes, axis_name=axes)
+            self.assertTrue(issubclass(kind, error))
+            self.assertRegex(text, "nope|twice")
+        if self.takes_groups:
+            for groups in ([[0, 1], [1, 2]], [[0], [1], [2]], [[0, 1, 2], [3]]):
+                kind, text = self.refusal(self.call, shapes, axis_index_groups=groups)
+                self.assertEqual(kind, ValueError)
+                self.assertRegex(text, f"{name}: axis_index_groups")
+
+    @named(i32=(np.int32,), i8=(np.int8,), c64=(np.complex64,))
+    def test_types_that_are_not_native(self, dtype):
+        """They go to lax and are counted; with "native" they are refused."""
+        forms = self.forms(RANKS)[:1]
+        (operands,) = self.data(forms, dtype=dtype)
+        name = np.dtype(dtype).name
+        before = lowered(self.op.name, "lax", name)
+        got = jax.jit(tools.stacked(self.call, line(RANKS)))(*operands)
+        self.assertEqual(lowered(self.op.name, "lax", name), before + 1)
+        wide = np.complex64 if dtype == np.complex64 else np.int64
+        want = self.numpy(*(a.astype(wide) for a in operands))
+        self.assert_stacked(got, [np.asarray(y).astype(dtype) for y in want])
+        error, text = self.refusal(
+            lambda *a, **kw: self.call(*(v.astype(dtype) for v in a), **kw),
+            forms[0][0],
+            implementation="native",
+        )
+        self.assertEqual(error, TypeError)
+        self.assertRegex(text, f"{self.op.name}.*{name}.*float32")
+
+    def test_native_is_ours_and_reference_is_lax(self):
+        forms = self.forms(RANKS)[:1]
+        for dtype in (np.float32, BF16, F16):
+            data = self.data(forms, dtype=dtype)
+            ((right,),) = self.right(data, forms)
+            want = right.astype(dtype)
+            for kind, calls in (("native", 1), ("reference", 0)):
+                self.check(
+                    self.each(forms, implementation=kind),
+                    line(RANKS),
+                    (data,),
+                    want,
+                    calls=calls,
+                    foreign=kind == "reference",
+                    repeats=1,
+                )
+
+    def test_partly_manual_shard_map_goes_to_lax(self):
+        forms = self.forms(RANKS)[:1]
+        (operands,) = self.data(forms)
+        ((want,),) = self.right([operands], forms)
+        fn = lambda kind: jax.jit(  # noqa: E731
+            jax.shard_map(
+                lambda *a: self.call(
+                    *(v[0] for v in a), axis_name="b", implementation=kind
+                )[0][None],
+                mesh=GRID.mesh,
+                in_specs=P("b"),
+                out_specs=P("b"),
+                axis_names={"b"},
+            )
+        )
+        before = lowered(self.op.name, "lax", "automatic")
+        compiled = fn(None).lower(*operands).compile()
+        self.assertEqual(lowered(self.op.name, "lax", "automatic"), before + 1)
+        self.assertEqual(tools.custom_calls(compiled.as_text(), self.op.target), 0)
+        np.testing.assert_array_equal(compiled(*operands), want)
+        with self.assertRaisesRegex(NotImplementedError, "'a'.*automatic"):
+            fn("native").lower(*operands)
+
+    @both_modes
+    def test_without_elements(self, check_vma):
+        """Zeros without a call, also where lax cannot do it; and so the gradients."""
+        data = self.data(self.empty)
+
+        def fn(data):
+            out = []
+            for operands, (_, options) in zip(data, self.empty, strict=True):
+                loss = lambda *a, o=options: sum(y.sum() for y in self.call(*a, **o))  # noqa: E731
+                argnums = tuple(range(len(operands)))
+                ys = self.call(*operands, **options)
+                out.append((ys, jax.grad(loss, argnums)(*operands)))
+            return out
+
+        want = [
+            (ys, [np.zeros_like(a) for a in operands])
+            for ys, operands in zip(self.right(data, self.empty), data, strict=True)
+        ]
+        kw = {"calls": 0, "check_vma": check_vma, "repeats": 1}
+        self.check(fn, line(RANKS), (data,), want, **kw)
+
+    # Other operands.
+
+    @both_modes
+    def test_constants_and_what_does_not_vary(self, check_vma):
+        """An operand that all ranks share is taken as varying, and goes to our call."""
+        ((x, w),) = self.data(self.forms(RANKS)[:1])
+        same = [a[0] for a in (x, w)]
+        wholes = [np.broadcast_to(a, (RANKS, *a.shape)) for a in same]
+        pairs = {  # what is given, and what it is on all ranks
+            "a numpy array": (lambda x, w: (same[0], w), (wholes[0], w)),
+            "an array": (lambda x, w: (x, jnp.asarray(same[1])), (x, wholes[1])),
+            "both": (lambda x, w: (2 * same[0], same[1]), (2 * wholes[0], wholes[1])),
+            "a sum": (
+                lambda x, w: (x, lax.psum(w, "x")),
+                (x, np.broadcast_to(w.sum(0), w.shape)),
+            ),
+        }
+
+        def fn(x, w):
+            return [
+                self.call(*make(x, w), axis_name=["x"], implementation="native")
+                for make, _ in pairs.values()
+            ]
+
+        want = self.right([o for _, o in pairs.values()], [((), {})] * len(pairs))
+        kw = {"calls": len(pairs), "foreign": True, "repeats": 1}
+        self.check(fn, line(RANKS), (x, w), want, check_vma=check_vma, **kw)
+
+    def test_explain(self):
+        ((x, w), _), *_ = self.forms(RANKS)
+
+        def fn(x, w):
+            for algorithm in self.algorithms:
+                self.call(x, w, algorithm=algorithm)
+            self.call(x, w, implementation="reference")
+            self.call(x.astype(jnp.int16), w.astype(jnp.int16))
+            self.call(x[..., :0], w[:0])
+
+        operands = [jnp.ones((RANKS, *shape)) for shape in (x, w)]
+        stacked = tools.stacked(lambda *a: (fn(*a), a[0])[1], line(RANKS))
+        plans = jax_overlap.explain(stacked, *operands)
+        native = [("native", a or self.op.algorithms[0]) for a in self.algorithms]
+        kinds = [(p.implementation, p.algorithm) for p in plans]
+        others = [("lax", None), ("lax", None), ("identity", None)]
+        self.assertEqual(kinds, [*native, *others])
+        self.assertEqual({(p.op, p.ranks) for p in plans}, {(self.op.name, RANKS)})
+        self.assertIn("reference", plans[-3].reason)
+        self.assertIn("int16", plans[-2].reason)
+
+    # Types.
+
+    def test_wide_results_of_narrow_operands(self):
+        """bf16 and f16 in, f32 out: sums that neither type could hold."""
+        ((x, w), _), *_ = self.forms(RANKS)
+        forms = [form((*x[:-1], 1000), (1000, *w[1:]), **WIDE)] * 2
+        data = [
+            tuple(abs(a).astype(dtype) for a in operands)
+            for operands, dtype in zip(self.data(forms), (BF16, F16), strict=True)
+        ]
+        want = self.right(data, [(None, {})] * 2)
+        self.assertGreater(max(y.max() for ys in want for y in ys), 2048)
+        for algorithm in self.algorithms:
+            fn = self.each(forms, algorithm=algorithm)
+            self.check(fn, line(RANKS), (data,), want, calls=2, repeats=1)
+
+        def grads(data):
+            return [
+                jax.grad(lambda *a: self.call(*a, **WIDE)[0].sum(), (0, 1))(*o)
+                for o in data
+            ]
+
+        got = jax.jit(tools.stacked(grads, line(RANKS)))(data)
+        for operands, of_operands in zip(data, got, strict=True):
+            for a, g in zip(operands, of_operands, strict=True):
+                self.assertEqual((a.shape, a.dtype), (g.shape, g.dtype))
+
+    def test_a_result_that_is_not_native(self):
+        """f32 in, f64 out is left to lax."""
+        forms = self.forms(RANKS)[:1]
+        with jax.enable_x64():
+            data = self.data(forms)
+            want = jax.tree.map(np.float64, self.right(data, forms))
+            fn = self.each(forms, preferred_element_type=np.float64)
+            kw = {"calls": 0, "foreign": True, "repeats": 1}
+            self.check(fn, line(RANKS), (data,), want, **kw)
+
+    def test_operands_of_unlike_types(self):
+        """Promoted as x @ w does it, and each gradient in its operand's type."""
+        forms = self.forms(RANKS)[:1]
+        (operands,) = self.data(forms)
+        (want,) = self.right([operands], forms)
+        for pair in ((BF16, np.float32), (np.float32, F16), (BF16, F16)):
+            mixed = [a.astype(d) for a, d in zip(operands, pair, strict=True)]
+            wide = jnp.result_type(*pair)
+
+            def fn(*a):
+                grads = jax.grad(
+                    lambda *a: self.call(*a)[0].astype(jnp.float32).sum(), (0, 1)
+                )(*a)
+                return self.call(*a), grads
+
+            got, grads = jax.jit(tools.stacked(fn, line(RANKS)))(*mixed)
+            self.assert_stacked(got, [y.astype(wide) for y in want])
+            self.assertEqual(tuple(g.dtype for g in grads), tuple(map(np.dtype, pair)))
+        mixed = (operands[0].astype(np.int8), operands[1].astype(BF16))
+        want = [y.astype(BF16) for y in want]
+        self.check(self.call, line(RANKS), mixed, want, calls=1, repeats=1)
+
+    # Sizes.
+
+    def ragged(self, ranks):
+        """Forms with rows, columns and contractions around the edges of tiles."""
+        raise NotImplementedError
+
+    def test_sizes_that_fill_no_tile(self):
+        forms = self.ragged(RANKS)
+        for algorithm in self.algorithms:
+            with self.subTest(algorithm=algorithm):
+                self.check_forms(forms, algorithm=algorithm)
+
+    def large(self, ranks):
+        """A form with a contraction of 1000 and 700 columns."""
+        raise NotImplementedError
+
+    @named(f32=(np.float32,), bf16=(BF16,), f16=(F16,), f64=(np.float64,))
+    def test_large_ones_stay_within_the_derived_bound(self, dtype):
+        with jax.enable_x64(dtype == np.float64):
+            forms = [self.large(RANKS)]
+            make = lambda *a: (tools.normal(*a) / 4).astype(dtype)  # noqa: E731
+            data = self.data(forms, dtype=dtype, make=make)
+            (options,) = (o for _, o in forms)
+            wide = [a.astype(np.float64) for a in data[0]]
+            want = self.numpy(*wide, **options)
+            absolute = self.numpy(*map(np.abs, wide), **options)
+            terms = 1000 * (RANKS if self.adds_ranks else 1)
+            twice = 1 + (dtype == np.float64)  # the oracle is off by as much itself
+            want = [
+                [
+                    Near(
+                        np.asarray(y),
+                        twice * bound(y, a, terms, dtype),
+                        np.dtype(dtype),
+                    )
+                    for y, a in zip(want, absolute, strict=True)
+                ]
+            ]
+            for algorithm in self.algorithms:
+                self.check(
+                    self.each(forms, algorithm=algorithm),
+                    line(RANKS),
+                    (data,),
+                    want,
+                    calls=1,
+                    repeats=1,
+                )
+
+    def test_what_is_not_finite_stays_in_its_rows_and_columns(self):
+        """Nothing that pads a tile may meet an inf or a NaN."""
+        forms = self.ragged(RANKS)[:2]
+        data = self.data(forms)
+        for x, w in data:
+            x[1, -1, 0], x[2, 0, -1] = np.inf, np.nan
+            w[0, 0, -1] = -np.inf
+        with np.errstate(invalid="ignore"):
+            want = self.right(data, forms)
+        for algorithm in self.algorithms:
+            fn = self.each(forms, algorithm=algorithm)
+            self.check(fn, line(RANKS), (data,), want, calls=2, repeats=1)
