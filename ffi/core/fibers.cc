@@ -92,26 +92,38 @@ class FiberJob {
   }
 
   void Work() {
-    while (left_.load(std::memory_order_acquire) > 0) {
-      Fiber* fiber = Take();
+    int paused = 0;  // in a row
+    for (int left = left_.load(); left > 0; left = left_.load(std::memory_order_acquire)) {
+      bool others_run = false;
+      Fiber* fiber = Take(left, &others_run);
       if (fiber == nullptr) {  // the rest is running on other threads
         sched_yield();
       } else if (fiber->Resume()) {
         left_.fetch_sub(1, std::memory_order_acq_rel);
+        paused = 0;
       } else {
-        std::lock_guard<std::mutex> lock(mutex_);
-        ready_.push_back(fiber);
+        Put(fiber);
+        // Maybe all of these wait for one whose thread was preempted.
+        if (others_run && ++paused >= left) {
+          sched_yield();
+          paused = 0;
+        }
       }
     }
   }
 
  private:
-  Fiber* Take() {
+  Fiber* Take(int left, bool* others_run) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (ready_.empty()) return nullptr;
+    *others_run = ready_.size() < static_cast<size_t>(left);
     Fiber* fiber = ready_.front();
     ready_.pop_front();
     return fiber;
+  }
+  void Put(Fiber* fiber) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ready_.push_back(fiber);
   }
 
   const RankProgram program_;

@@ -182,7 +182,10 @@ struct SlicedAllGatherMatmul {
            bool gathered) const {
     const int rank = link.rank(), size = link.size();
     const size_t inner = s.products[0].inner, rows = s.outer * s.rows;
-    const size_t step_rows = inner == 0 ? kBlockRows : Min(kBlockRows, inbox.capacity / inner);
+    size_t widest = inner;
+    for (const Product& p : s.products) widest = p.cols > widest ? p.cols : widest;
+    const size_t fit = inner == 0 ? rows : inbox.capacity / inner;
+    const size_t step_rows = Min(TallBlockRows(widest), fit + (fit == 0));
     const size_t steps = CeilDiv(rows, step_rows);
     Scratch<Acc<T>> scratch;
     ForChunksInSequence(

@@ -78,19 +78,27 @@ struct Block {
   size_t col, cols;
 };
 
+// Rows of `width` elements that make a block where each block costs a message.
+inline size_t TallBlockRows(size_t width) {
+  constexpr size_t kMostRows = 4096;
+  if (width * kBlockRows >= kBlockElements) return kBlockRows;
+  return Min(kMostRows, kBlockElements / (width + (width == 0)));
+}
+
 // Cuts [batch, rows, cols] in blocks.
 struct Grid {
   size_t batch, rows, cols;
+  size_t block_rows = kBlockRows;
 
   size_t size() const { return batch * Down() * Across(); }
   Block At(size_t i) const {
-    const size_t row = i / Across() % Down() * kBlockRows, col = i % Across() * kBlockCols;
-    return {i / Across() / Down(), row, Min(kBlockRows, rows - row), col,
+    const size_t row = i / Across() % Down() * block_rows, col = i % Across() * kBlockCols;
+    return {i / Across() / Down(), row, Min(block_rows, rows - row), col,
             Min(kBlockCols, cols - col)};
   }
 
  private:
-  size_t Down() const { return CeilDiv(rows, kBlockRows); }
+  size_t Down() const { return CeilDiv(rows, block_rows); }
   size_t Across() const { return CeilDiv(cols, kBlockCols); }
 };
 

@@ -48,7 +48,8 @@ struct SlicedMatmulReduceScatter {
   void Run(const Threads& threads, Link& link, const MatmulShape& s,
            const MatmulOperands& operands) const {
     const int rank = link.rank(), size = link.size();
-    const SumPart mine = ScatteredPart(s, rank);
+    SumPart mine = ScatteredPart(s, rank);
+    mine.grid.block_rows = TallBlockRows(mine.grid.cols);
     Scratch<T> scratch;
     ForChunksInSequence(
         threads, last, mine.grid.size(), 1, [&](uint64_t sequence, size_t i, size_t) {

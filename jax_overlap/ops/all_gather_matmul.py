@@ -83,7 +83,7 @@ def all_gather_matmul(
         together: rows, batch or the last one, which `w` then has in full.
       return_gathered: whether to return the gathered `x`, too.
       dimension_numbers: as in `jax.lax.dot_general`, for other layouts of `x` and `w`;
-        with several weights, one for all or a tuple of one for each.
+        with several weights, one for all or a tuple of one (or None) for each.
       bias: array added to the result, or with several weights a tuple of arrays (or
         None); its last dimension is that of the result.
       precision: of the matmul, as in `jax.lax.dot_general`; native ones are exact
@@ -189,8 +189,9 @@ def dims_of_each(dimension_numbers: Any, count: int) -> tuple:
 
 
 def _is_one(dimension_numbers) -> bool:
-    return len(dimension_numbers) == 2 and all(
-        not n or isinstance(n[0], (int, np.integer)) for n in dimension_numbers[0]
+    first = dimension_numbers[0] if len(dimension_numbers) == 2 else None
+    return first is not None and all(
+        not n or isinstance(n[0], (int, np.integer)) for n in first
     )
 
 
