@@ -6,6 +6,7 @@
 
 #include <chrono>
 
+#include "core/host_op.h"
 #include "core/ledger.h"
 #include "core/rendezvous.h"
 #include "core/team.h"
@@ -18,12 +19,8 @@ using namespace jax_overlap;  // NOLINT
 namespace {
 
 const Handler kHandlers[] = {
-    AllGatherHandler(),
-    AllGatherMatmulHandler(),
-    AllToAllHandler(),
-    MatmulAllReduceHandler(),
-    MatmulReduceScatterHandler(),
-    PsumHandler(),
+    AllGatherHandler(),       AllGatherMatmulHandler(),     AllToAllHandler(),
+    MatmulAllReduceHandler(), MatmulReduceScatterHandler(), PsumHandler(),
     PsumScatterHandler(),
 };
 

@@ -20,7 +20,7 @@ from matmul_descriptions import (
     ALL_GATHER_MATMUL_SLICED,
 )
 from op_contract import named
-from op_contract_matmul import (
+from op_contract_matmul_forms import (
     BATCHED,
     MIDDLE,
     NEGATIVE,

@@ -19,7 +19,7 @@ from absl.testing import absltest, parameterized
 from contract_tools import Layout
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from op_contract_matmul import dot_general
+from op_contract_matmul_forms import dot_general
 
 import jax_overlap
 

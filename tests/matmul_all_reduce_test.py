@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from matmul_descriptions import MATMUL_ALL_REDUCE
 from op_contract import named
-from op_contract_matmul import (
+from op_contract_matmul_forms import (
     BATCHED,
     NEGATIVE,
     OUTER,

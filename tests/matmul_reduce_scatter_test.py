@@ -17,7 +17,7 @@ from matmul_descriptions import (
     MATMUL_REDUCE_SCATTER_SLICED,
 )
 from op_contract import named
-from op_contract_matmul import (
+from op_contract_matmul_forms import (
     BATCHED,
     MIDDLE,
     NEGATIVE,

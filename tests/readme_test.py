@@ -24,12 +24,15 @@ class ReadmeTest(absltest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("psum over ('tp',) of float32[8,256]", done.stdout)
         self.assertIn("native two_shot, 4 ranks", done.stdout)
+        self.assertIn("matmul_all_reduce", done.stdout)
 
     def test_docstring_examples_run(self):
         program = (
             "import doctest, importlib, sys\n"
             "for name in ('ops.psum', 'ops.psum_scatter', 'ops.all_gather',\n"
-            "    'ops.all_to_all', 'explain'):\n"
+            "    'ops.all_to_all', 'ops.matmul_reduce_scatter',\n"
+            "    'ops.all_gather_matmul', 'ops.matmul_all_reduce', 'explain',\n"
+            "    'rewrite', 'schedule', 'sharded'):\n"
             "    module = importlib.import_module('jax_overlap.' + name)\n"
             "    failed, run = doctest.testmod(module)\n"
             "    print(name, run)\n"

@@ -105,6 +105,58 @@ xla::ffi::Future ExecuteOnHost(const HostSite& site, xla::ffi::RunId run, xla::f
                                xla::ffi::Buffer<xla::ffi::U32> device, xla::ffi::RemainingArgs args,
                                xla::ffi::RemainingRets rets, const MakeProgram& make_program);
 
+// The execute stage of an op: its Site has the HostSite as `host`, its Program is made of
+// (site, team, dtype, call).
+template <class Site, class Program>
+xla::ffi::Future ExecuteProgram(Site* site, xla::ffi::RunId run, xla::ffi::ThreadPool pool,
+                                xla::ffi::Dictionary, xla::ffi::Buffer<xla::ffi::U32> device,
+                                xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets) {
+  return ExecuteOnHost(
+      site->host, run, pool, device, args, rets,
+      [site](HostTeam& team, xla::ffi::DataType dtype, std::unique_ptr<HostCall> call) {
+        return std::make_shared<Program>(*site, team, dtype, std::move(call));
+      });
+}
+
+// An FFI target with its stages and its state type, as bindings.cc registers them.
+struct Handler {
+  const char* target;
+  void* instantiate;
+  void* execute;
+  const char* state_name;
+  void* state_id;
+  void* state_info;
+};
+
+// Defines `Handler name##Handler()` of an op. `instantiate` takes the attributes that all
+// ops have, and then those of the binding `attributes`, and makes a `Site` of them.
+#define JO_DEFINE_HANDLER(name, target, Site, Program, instantiate, attributes)                  \
+  XLA_FFI_DEFINE_HANDLER(k##name##Instantiate, instantiate,                                      \
+                         xla::ffi::Ffi::BindInstantiate()                                        \
+                             .Attr<int64_t>("abi")                                               \
+                             .Attr<std::string_view>("axes")                /* for messages */   \
+                             .Attr<xla::ffi::Span<const int64_t>>("groups") /* devices */        \
+                             .Attr<int64_t>("group_size")                                        \
+                             .Attr<int64_t>("node_size") attributes);                            \
+  XLA_FFI_DEFINE_HANDLER(k##name##Execute, (ExecuteProgram<Site, Program>),                      \
+                         xla::ffi::Ffi::Bind()                                                   \
+                             .Ctx<xla::ffi::State<Site>>()                                       \
+                             .Ctx<xla::ffi::RunId>()                                             \
+                             .Ctx<xla::ffi::ThreadPool>()                                        \
+                             .Attrs()                                /* read at instantiation */ \
+                             .Arg<xla::ffi::Buffer<xla::ffi::U32>>() /* this device's id */      \
+                             .RemainingArgs()                                                    \
+                             .RemainingRets());                                                  \
+  static xla::ffi::TypeInfo k##name##Info = xla::ffi::MakeTypeInfo<Site>();                      \
+  Handler name##Handler() {                                                                      \
+    return {target,                                                                              \
+            reinterpret_cast<void*>(k##name##Instantiate),                                       \
+            reinterpret_cast<void*>(k##name##Execute),                                           \
+            target "_site",                                                                      \
+            &Site::id,                                                                           \
+            &k##name##Info};                                                                     \
+  }
+
 // Calls f with a value of the element type; false if ops do not take the dtype.
 template <class F>
 bool WithElementType(xla::ffi::DataType dtype, F f) {

@@ -10,6 +10,6 @@ struct AllGatherOp {
   using Algorithm = AllGather;
 };
 
-JO_DEFINE_BLOCK_HANDLER(AllGatherOp, "jax_overlap.all_gather_site", AllGatherHandler)
+JO_DEFINE_BLOCK_HANDLER(AllGather, "jax_overlap.all_gather")
 
 }  // namespace jax_overlap

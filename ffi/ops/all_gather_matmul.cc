@@ -10,7 +10,6 @@ struct AllGatherMatmulOp : AllGatherMatmul {
   static constexpr int kChannel = 101;
 };
 
-JO_DEFINE_MATMUL_HANDLER(AllGatherMatmulOp, "jax_overlap.all_gather_matmul_site",
-                         AllGatherMatmulHandler)
+JO_DEFINE_MATMUL_HANDLER(AllGatherMatmul, "jax_overlap.all_gather_matmul")
 
 }  // namespace jax_overlap

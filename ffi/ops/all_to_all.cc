@@ -10,6 +10,6 @@ struct AllToAllOp {
   using Algorithm = AllToAll;
 };
 
-JO_DEFINE_BLOCK_HANDLER(AllToAllOp, "jax_overlap.all_to_all_site", AllToAllHandler)
+JO_DEFINE_BLOCK_HANDLER(AllToAll, "jax_overlap.all_to_all")
 
 }  // namespace jax_overlap

@@ -73,45 +73,9 @@ xla::ffi::ErrorOr<std::unique_ptr<BlockSite<Op>>> InstantiateBlockOp(
   return site;
 }
 
-template <class Op>
-xla::ffi::Future ExecuteBlockOp(BlockSite<Op>* site, xla::ffi::RunId run, xla::ffi::ThreadPool pool,
-                                xla::ffi::Dictionary, xla::ffi::Buffer<xla::ffi::U32> device,
-                                xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets) {
-  return ExecuteOnHost(
-      site->host, run, pool, device, args, rets,
-      [site](HostTeam& team, xla::ffi::DataType dtype, std::unique_ptr<HostCall> call) {
-        return std::make_shared<BlockProgram<Op>>(*site, team, dtype, std::move(call));
-      });
-}
-
-// The two stages and their registration, for an `Op` as above.
-#define JO_DEFINE_BLOCK_HANDLER(Op, state_name, HandlerOf)                             \
-  XLA_FFI_DEFINE_HANDLER(k##Op##Instantiate, InstantiateBlockOp<Op>,                   \
-                         xla::ffi::Ffi::BindInstantiate()                              \
-                             .Attr<int64_t>("abi")                                     \
-                             .Attr<std::string_view>("axes")                           \
-                             .Attr<xla::ffi::Span<const int64_t>>("groups")            \
-                             .Attr<int64_t>("group_size")                              \
-                             .Attr<int64_t>("node_size")                               \
-                             .Attr<int64_t>("outer")                                   \
-                             .Attr<int64_t>("inner"));                                 \
-  XLA_FFI_DEFINE_HANDLER(k##Op##Execute, ExecuteBlockOp<Op>,                           \
-                         xla::ffi::Ffi::Bind()                                         \
-                             .Ctx<xla::ffi::State<BlockSite<Op>>>()                    \
-                             .Ctx<xla::ffi::RunId>()                                   \
-                             .Ctx<xla::ffi::ThreadPool>()                              \
-                             .Attrs()                                /* read before */ \
-                             .Arg<xla::ffi::Buffer<xla::ffi::U32>>() /* this device */ \
-                             .RemainingArgs()                        /* one operand */ \
-                             .RemainingRets());                      /* one result */  \
-  xla::ffi::TypeInfo k##Op##Info = xla::ffi::MakeTypeInfo<BlockSite<Op>>();            \
-  Handler HandlerOf() {                                                                \
-    return {Op::kTarget,                                                               \
-            reinterpret_cast<void*>(k##Op##Instantiate),                               \
-            reinterpret_cast<void*>(k##Op##Execute),                                   \
-            state_name,                                                                \
-            &BlockSite<Op>::id,                                                        \
-            &k##Op##Info};                                                             \
-  }
+// For an `Op` of this name.
+#define JO_DEFINE_BLOCK_HANDLER(name, target)                                  \
+  JO_DEFINE_HANDLER(name, target, BlockSite<name##Op>, BlockProgram<name##Op>, \
+                    InstantiateBlockOp<name##Op>, .Attr<int64_t>("outer").Attr<int64_t>("inner"))
 
 }  // namespace jax_overlap

@@ -3,15 +3,7 @@
 
 namespace jax_overlap {
 
-// An FFI target with its stages and its state type, as bindings.cc registers them.
-struct Handler {
-  const char* target;
-  void* instantiate;
-  void* execute;
-  const char* state_name;
-  void* state_id;
-  void* state_info;
-};
+struct Handler;  // core/host_op.h
 
 Handler AllGatherHandler();
 Handler AllGatherMatmulHandler();

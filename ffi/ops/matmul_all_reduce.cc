@@ -10,7 +10,6 @@ struct MatmulAllReduceOp : MatmulAllReduce {
   static constexpr int kChannel = 102;
 };
 
-JO_DEFINE_MATMUL_HANDLER(MatmulAllReduceOp, "jax_overlap.matmul_all_reduce_site",
-                         MatmulAllReduceHandler)
+JO_DEFINE_MATMUL_HANDLER(MatmulAllReduce, "jax_overlap.matmul_all_reduce")
 
 }  // namespace jax_overlap

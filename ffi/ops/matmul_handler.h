@@ -186,49 +186,15 @@ xla::ffi::ErrorOr<std::unique_ptr<MatmulSite<Op>>> InstantiateMatmul(
   return site;
 }
 
-template <class Op>
-xla::ffi::Future ExecuteMatmul(MatmulSite<Op>* site, xla::ffi::RunId run, xla::ffi::ThreadPool pool,
-                               xla::ffi::Dictionary, xla::ffi::Buffer<xla::ffi::U32> device,
-                               xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets) {
-  return ExecuteOnHost(
-      site->host, run, pool, device, args, rets,
-      [site](HostTeam& team, xla::ffi::DataType dtype, std::unique_ptr<HostCall> call) {
-        return std::make_shared<MatmulProgram<Op>>(*site, team, dtype, std::move(call));
-      });
-}
-
-// The two stages and their registration, for an `Op` as above.
-#define JO_DEFINE_MATMUL_HANDLER(Op, state_name, HandlerOf)                             \
-  XLA_FFI_DEFINE_HANDLER(k##Op##Instantiate, InstantiateMatmul<Op>,                     \
-                         xla::ffi::Ffi::BindInstantiate()                               \
-                             .Attr<int64_t>("abi")                                      \
-                             .Attr<std::string_view>("axes")                            \
-                             .Attr<xla::ffi::Span<const int64_t>>("groups")             \
-                             .Attr<int64_t>("group_size")                               \
-                             .Attr<int64_t>("node_size")                                \
-                             .Attr<int64_t>("algorithm")                                \
-                             .Attr<int64_t>("cut")                                      \
-                             .Attr<int64_t>("wide")                                     \
-                             .Attr<xla::ffi::Span<const int64_t>>("x_shapes")           \
-                             .Attr<xla::ffi::Span<const int64_t>>("w_cols")             \
-                             .Attr<xla::ffi::Span<const int64_t>>("transposed"));       \
-  XLA_FFI_DEFINE_HANDLER(k##Op##Execute, ExecuteMatmul<Op>,                             \
-                         xla::ffi::Ffi::Bind()                                          \
-                             .Ctx<xla::ffi::State<MatmulSite<Op>>>()                    \
-                             .Ctx<xla::ffi::RunId>()                                    \
-                             .Ctx<xla::ffi::ThreadPool>()                               \
-                             .Attrs()                                /* read before */  \
-                             .Arg<xla::ffi::Buffer<xla::ffi::U32>>() /* this device */  \
-                             .RemainingArgs()                        /* xs, then ws */  \
-                             .RemainingRets());                      /* ys, gathered */ \
-  xla::ffi::TypeInfo k##Op##Info = xla::ffi::MakeTypeInfo<MatmulSite<Op>>();            \
-  Handler HandlerOf() {                                                                 \
-    return {Op::kTarget,                                                                \
-            reinterpret_cast<void*>(k##Op##Instantiate),                                \
-            reinterpret_cast<void*>(k##Op##Execute),                                    \
-            state_name,                                                                 \
-            &MatmulSite<Op>::id,                                                        \
-            &k##Op##Info};                                                              \
-  }
+// For an `Op` of this name.
+#define JO_DEFINE_MATMUL_HANDLER(name, target)                                   \
+  JO_DEFINE_HANDLER(name, target, MatmulSite<name##Op>, MatmulProgram<name##Op>, \
+                    InstantiateMatmul<name##Op>,                                 \
+                    .Attr<int64_t>("algorithm")                                  \
+                        .Attr<int64_t>("cut")                                    \
+                        .Attr<int64_t>("wide")                                   \
+                        .Attr<xla::ffi::Span<const int64_t>>("x_shapes")         \
+                        .Attr<xla::ffi::Span<const int64_t>>("w_cols")           \
+                        .Attr<xla::ffi::Span<const int64_t>>("transposed"))
 
 }  // namespace jax_overlap

@@ -10,7 +10,6 @@ struct MatmulReduceScatterOp : MatmulReduceScatter {
   static constexpr int kChannel = 100;
 };
 
-JO_DEFINE_MATMUL_HANDLER(MatmulReduceScatterOp, "jax_overlap.matmul_reduce_scatter_site",
-                         MatmulReduceScatterHandler)
+JO_DEFINE_MATMUL_HANDLER(MatmulReduceScatter, "jax_overlap.matmul_reduce_scatter")
 
 }  // namespace jax_overlap

@@ -116,45 +116,9 @@ ffi::ErrorOr<std::unique_ptr<PsumSite>> Instantiate(int64_t abi, std::string_vie
   return site;
 }
 
-ffi::Future Execute(PsumSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::Dictionary,
-                    ffi::Buffer<ffi::U32> device, ffi::RemainingArgs args,
-                    ffi::RemainingRets rets) {
-  return ExecuteOnHost(site->host, run, pool, device, args, rets,
-                       [site](HostTeam& team, ffi::DataType dtype, std::unique_ptr<HostCall> call) {
-                         return std::make_shared<PsumProgram>(*site, team, dtype, std::move(call));
-                       });
-}
-
-XLA_FFI_DEFINE_HANDLER(kPsumInstantiate, Instantiate,
-                       ffi::Ffi::BindInstantiate()
-                           .Attr<int64_t>("abi")
-                           .Attr<std::string_view>("axes")            // for messages
-                           .Attr<ffi::Span<const int64_t>>("groups")  // logical device ids
-                           .Attr<int64_t>("group_size")
-                           .Attr<int64_t>("node_size")
-                           .Attr<int64_t>("algorithm"));
-
-XLA_FFI_DEFINE_HANDLER(kPsumExecute, Execute,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::State<PsumSite>>()
-                           .Ctx<ffi::RunId>()
-                           .Ctx<ffi::ThreadPool>()
-                           .Attrs()                       // read at instantiation
-                           .Arg<ffi::Buffer<ffi::U32>>()  // logical id of this device
-                           .RemainingArgs()               // the leaves, of one dtype
-                           .RemainingRets());             // their sums
-
-ffi::TypeInfo kPsumSiteInfo = ffi::MakeTypeInfo<PsumSite>();
-
 }  // namespace
 
-Handler PsumHandler() {
-  return {"jax_overlap.psum",
-          reinterpret_cast<void*>(kPsumInstantiate),
-          reinterpret_cast<void*>(kPsumExecute),
-          "jax_overlap.psum_site",
-          &PsumSite::id,
-          &kPsumSiteInfo};
-}
+JO_DEFINE_HANDLER(Psum, "jax_overlap.psum", PsumSite, PsumProgram, Instantiate,
+                  .Attr<int64_t>("algorithm"))
 
 }  // namespace jax_overlap

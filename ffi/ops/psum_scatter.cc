@@ -10,6 +10,6 @@ struct PsumScatterOp {
   using Algorithm = PsumScatter;
 };
 
-JO_DEFINE_BLOCK_HANDLER(PsumScatterOp, "jax_overlap.psum_scatter_site", PsumScatterHandler)
+JO_DEFINE_BLOCK_HANDLER(PsumScatter, "jax_overlap.psum_scatter")
 
 }  // namespace jax_overlap

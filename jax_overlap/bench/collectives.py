@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 from collections.abc import Callable
 
 import jax
@@ -102,27 +101,19 @@ def _row(
         return lambda: f(x)
 
     variants = {name: compiled(call) for name, call in calls.items()}
-    times = harness.interleave(variants, args.seconds)
-    base = statistics.median(times[_BASELINE])
     return {
         "op": op,
         "ranks": ranks,
         "bytes": length * dtype.itemsize,
         "dtype": args.dtype,
-        "times": {name: harness.summary(t) for name, t in times.items()},
-        "ratio": {
-            name: statistics.median(t) / base
-            for name, t in times.items()
-            if name != _BASELINE
-        },
+        **harness.compare(variants, _BASELINE, args.seconds),
     }
 
 
 def _line(row: dict) -> str:
-    ratios = "  ".join(f"{name} {ratio:.2f}" for name, ratio in row["ratio"].items())
     base = row["times"][_BASELINE]
     return (
         f"{row['ranks']} ranks {row['bytes'] / 1024:7.0f} KB  "
         f"lax {base['median_us']:8.1f} us "
-        f"({base['p10_us']:.0f}-{base['p90_us']:.0f})  {ratios}"
+        f"({base['p10_us']:.0f}-{base['p90_us']:.0f})  {harness.ratios(row)}"
     )

@@ -54,6 +54,30 @@ def interleave(
     return times
 
 
+def compare(
+    variants: dict[str, Callable[[], object]],
+    baseline: str,
+    seconds: float,
+    at_least: int = 25,
+) -> dict[str, dict]:
+    """{"times": a summary of each variant, "ratio": its median over the baseline's}."""
+    times = interleave(variants, seconds, at_least)
+    base = statistics.median(times[baseline])
+    return {
+        "times": {name: summary(t) for name, t in times.items()},
+        "ratio": {
+            name: statistics.median(t) / base
+            for name, t in times.items()
+            if name != baseline
+        },
+    }
+
+
+def ratios(row: dict) -> str:
+    """The ratios of a row, for people."""
+    return "  ".join(f"{name} {ratio:.2f}" for name, ratio in row["ratio"].items())
+
+
 def summary(times: list[float]) -> dict[str, float]:
     """Median, 10th and 90th percentile in microseconds, and the number of rounds."""
     cuts = statistics.quantiles(times, n=10)

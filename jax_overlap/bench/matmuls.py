@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 
 import jax
@@ -79,26 +78,19 @@ def _row(op, calls, specs, mesh, size: int, args) -> dict:
         return lambda: f(*operands)
 
     variants = {name: compiled(call, specs[2]) for name, call in calls.items()}
-    times = harness.interleave(variants, args.seconds, at_least=11)
-    base = statistics.median(times[_BASELINE])
     return {
         "op": op,
         "ranks": mesh.devices.size,
         "size": size,
         "dtype": args.dtype,
-        "times": {name: harness.summary(t) for name, t in times.items()},
-        "ratio": {
-            name: statistics.median(t) / base
-            for name, t in times.items()
-            if name != _BASELINE
-        },
+        **harness.compare(variants, _BASELINE, args.seconds, at_least=11),
     }
 
 
 def _line(row: dict) -> str:
-    ratios = "  ".join(f"{name} {ratio:.2f}" for name, ratio in row["ratio"].items())
     base = row["times"][_BASELINE]
     return (
         f"{row['ranks']} ranks {row['size']:5d}  lax {base['median_us'] / 1e3:8.2f} ms "
-        f"({base['p10_us'] / 1e3:.2f}-{base['p90_us'] / 1e3:.2f})  {ratios}"
+        f"({base['p10_us'] / 1e3:.2f}-{base['p90_us'] / 1e3:.2f})  "
+        f"{harness.ratios(row)}"
     )

@@ -22,7 +22,8 @@ from jax.interpreters import ad, batching
 from jax_overlap import _compat
 from jax_overlap.ops import _block, _collective, _matmul, matmul_reduce_scatter
 from jax_overlap.ops._matmul_form import form_of
-from jax_overlap.ops.matmul_reduce_scatter import gather, zeros_for
+from jax_overlap.ops.all_gather import all_gather_p
+from jax_overlap.ops.matmul_reduce_scatter import along_cut, zeros_for
 from jax_overlap.ops.psum_scatter import psum_scatter_p
 
 
@@ -311,27 +312,15 @@ def _transpose(
             ).astype(x.aval.dtype)
             out[0] = dx
         if full_ct is not None and type(full_ct) is not ad.Zero:
-            scattered = _scattered(full_ct, cut, **params)
+            scattered = along_cut(psum_scatter_p, full_ct, cut, **params)
             out[0] = out[0] + scattered if live else scattered
     elif live:
-        full = gather(x, cut, **params)
+        full = along_cut(all_gather_p, x, cut, **params)
         for i in live:
             out[1 + i] = _matmul.weight_gradient(
                 full, cts[i], transposed[i], ws[i].aval.dtype, params["precision"]
             )
     return out
-
-
-def _scattered(x, cut, *, axes, axis_index_groups, axis_size, implementation, **_):
-    return _block.bind(
-        psum_scatter_p,
-        x,
-        axes,
-        dimension=_matmul.CUT_IN_X[cut],
-        axis_index_groups=axis_index_groups,
-        axis_size=axis_size,
-        implementation=implementation,
-    )
 
 
 ad.primitive_jvps[all_gather_matmul_p] = _jvp

@@ -232,7 +232,7 @@ def transpose(gather_matmul, cts, *operands, xs, transposed, out_dtype, cut, **p
             **params,
         )
     else:
-        dxs, gathered = [], gather(ct, cut, **params)
+        dxs, gathered = [], along_cut(all_gather_p, ct, cut, **params)
     out: list = [None] * len(operands)
     for i, dx in zip(wanted, dxs, strict=True):
         out[i] = dx.astype(pairs[i][0].aval.dtype)
@@ -244,10 +244,12 @@ def transpose(gather_matmul, cts, *operands, xs, transposed, out_dtype, cut, **p
     return out
 
 
-def gather(x, cut, *, axes, axis_index_groups, axis_size, implementation, **_):
-    """Gathers x along what is cut."""
+def along_cut(
+    primitive, x, cut, *, axes, axis_index_groups, axis_size, implementation, **_
+):
+    """X gathered, or reduced and scattered, along what is cut of it."""
     return _block.bind(
-        all_gather_p,
+        primitive,
         x,
         axes,
         dimension=_matmul.CUT_IN_X[cut],
