@@ -60,9 +60,11 @@ struct Inbox {
   JO_HD void Send(const Threads& threads, Link& link, uint64_t sequence, int peer,
                   Fill fill) const {
     const int rank = link.rank();
+    const bool too_early = JO_MUTANT("flag_before_data");
+    if (too_early && threads.index() == 0) link.Signal(&flags[rank].value, peer, sequence);
     if (MayStore(link)) fill(link.At(slot(sequence, rank, link.size()), peer));
     threads.sync();
-    if (threads.index() == 0) link.Signal(&flags[rank].value, peer, sequence);
+    if (!too_early && threads.index() == 0) link.Signal(&flags[rank].value, peer, sequence);
   }
 
   // What `source` has sent, once it is there.
