@@ -47,7 +47,7 @@ inline std::string Words(Kind kind) {
     case Kind::kRead: return "reads the data";
     case Kind::kWrite: return "writes its own data";
     case Kind::kSync: return "waits for its other threads";
-    case Kind::kGiveUp: return "gives up the wait for what";
+    case Kind::kGiveUp: return "gives up its wait";
     case Kind::kEnd: return "has ended";
     case Kind::kData: return "data";
     case Kind::kCell: return "cell";

@@ -48,6 +48,7 @@ struct Scope {
   int calls;
   int threads = 1;      // of a rank
   size_t elements = 1;  // in a slice; an element is a cell
+  size_t chunks = 1;    // in which a call is cut
   bool shrinks = false;
   int cell_pieces = 1;
   int give_ups = 0;
@@ -56,6 +57,12 @@ struct Scope {
   Scope Threads(int n) const {
     Scope s = *this;
     s.threads = n;
+    s.elements = n;
+    return s;
+  }
+  Scope Chunks(size_t n) const {
+    Scope s = *this;
+    s.chunks = n;
     s.elements = n;
     return s;
   }
@@ -79,6 +86,7 @@ struct Scope {
     return s;
   }
   size_t Elements(int call) const { return shrinks && call == 1 ? 1 : elements; }
+  size_t Capacity() const { return elements / chunks; }  // of a slice in a chunk
 };
 
 // What one thread does in a call.
@@ -100,7 +108,7 @@ struct Protocol {
   std::function<void(const Part&)> run;
   // Element i of the result of `rank`.
   std::function<int64_t(const Scope&, int call, int rank, size_t i)> expected;
-  bool one_thread = false;
+  bool one_thread = false, one_chunk = false;
 };
 
 // Differs from call to call, rank to rank and element to element, as do sums of it.
@@ -174,9 +182,9 @@ class Exploration {
 template <class Algorithm>
 Protocol Psum(const char* name, int (*slices)(const Scope&)) {
   const auto shape = [](const Scope& s, int rank) { return TeamShape{rank, s.ranks, s.node_size}; };
-  const auto capacity = [=](const Scope& s) { return slices(s) * s.elements; };
+  const auto capacity = [=](const Scope& s) { return slices(s) * s.Capacity(); };
   const auto count = [=](const Scope& s, int call) {
-    return s.Elements(call) < s.elements ? s.Elements(call) : capacity(s);
+    return s.Elements(call) < s.elements ? s.Elements(call) : slices(s) * s.elements;
   };
   return {name,
           [=](const Scope& s) { return PsumChannelBytes<Algorithm>(shape(s, 0), capacity(s)); },
@@ -195,12 +203,13 @@ Protocol OnBlocks(const char* name, bool in_parts, bool out_parts, Expected expe
     return [=](const Scope& s, int call) { return (parts ? s.ranks : 1) * s.Elements(call); };
   };
   return {name,
-          [](const Scope& s) { return BlockChannelBytes<Element>(s.ranks, s.elements); },
+          [](const Scope& s) { return BlockChannelBytes<Element>(s.ranks, s.Capacity()); },
           count(in_parts),
           count(out_parts),
           [](const Part& p) {
             const Blocks blocks{p.scope.ranks, 1, p.scope.Elements(p.call)};
-            RunBlocks<Algorithm>(p.threads, p.link, p.heap, p.scope.elements, blocks, p.in, p.out);
+            RunBlocks<Algorithm>(p.threads, p.link, p.heap, p.scope.Capacity(), blocks, p.in,
+                                 p.out);
           },
           expected};
 }
@@ -211,10 +220,12 @@ Protocol Matmul(const char* name, bool scatters, Run run, Expected expected) {
   const auto rows = [=](const Scope& s, int call) {
     return (scatters ? s.ranks : 1) * s.Elements(call);
   };
+  // The chunk of a scattered part is a block, which is larger than what is tried here.
+  const auto capacity = [=](const Scope& s) { return scatters ? s.elements : s.Capacity(); };
   return {name,
-          [](const Scope& s) {
+          [=](const Scope& s) {
             Carver carver(nullptr);
-            Sliced::Carve(carver, s.ranks, s.elements);
+            Sliced::Carve(carver, s.ranks, capacity(s));
             return carver.bytes();
           },
           [=](const Scope& s, int call) { return rows(s, call) + 1; },
@@ -227,12 +238,13 @@ Protocol Matmul(const char* name, bool scatters, Run run, Expected expected) {
             inputs[rank] = p.in, inputs[ranks + rank] = p.in + m;
             outputs[rank] = p.out, outputs[ranks + rank] = p.out + ranks * m;
             Carver carver(p.heap);
-            run(Sliced::Carve(carver, ranks, p.scope.elements), p,
+            run(Sliced::Carve(carver, ranks, capacity(p.scope)), p,
                 MatmulShape{Cut::kRows, ranks, 1, 1, m, {{1, 1, false}}},
                 MatmulOperands(inputs.data(), outputs.data(), ranks, 1));
           },
           expected,
-          /*one_thread=*/true};
+          /*one_thread=*/true,
+          /*one_chunk=*/scatters};
 }
 
 std::vector<Protocol> Protocols() {
@@ -292,6 +304,7 @@ std::vector<Scope> Scopes(const Protocol& protocol) {
     return {
         Scope{states, 2, 1, 3},  // doubling
         Scope{states, 3, 1, 3},  // with a fold
+        Scope{states, 2, 1, 2}.Chunks(2),
         Scope{states, 2, 2, 3},  // in a node
         Scope{states, 4, 2, 2},  // both
         Scope{states, 4, 1, 2},
@@ -305,8 +318,13 @@ std::vector<Scope> Scopes(const Protocol& protocol) {
     };
   }
   std::vector<Scope> scopes = {
-      Scope{states, 2, 2, 3}, Scope{states, 3, 3, 2}, Scope{states, 2, 2, 3}.Shrinking().Halves(),
-      Scope{races, 3, 3, 3},  Scope{races, 4, 4, 2},  Scope{states, 2, 2, 3}.GivingUp(2),
+      Scope{states, 2, 2, 3},
+      Scope{states, 3, 3, 2},
+      Scope{states, 2, 2, 2}.Chunks(2),
+      Scope{states, 2, 2, 3}.Shrinking().Halves(),
+      Scope{races, 3, 3, 3},
+      Scope{races, 4, 4, 2},  // of too many states
+      Scope{states, 2, 2, 3}.GivingUp(2),
   };
   if (protocol.one_thread) return scopes;
   scopes.push_back(Scope{states, 2, 2, 3}.Threads(2));
@@ -321,6 +339,7 @@ std::string Words(const Scope& s) {
   words += ", " + std::to_string(s.calls) + " calls";
   if (s.threads > 1) words += ", " + std::to_string(s.threads) + " threads";
   if (s.elements > 1) words += ", " + std::to_string(s.elements) + " elements";
+  if (s.chunks > 1) words += " in " + std::to_string(s.chunks) + " chunks";
   if (s.shrinks) words += " or 1";
   if (s.cell_pieces > 1) words += ", cells in halves";
   if (s.give_ups > 0) words += ", giving up " + std::to_string(s.give_ups) + " times";
@@ -330,6 +349,7 @@ std::string Words(const Scope& s) {
 // Whether nothing is violated, within any scope.
 bool Explore(const Protocol& protocol) {
   for (const Scope& scope : Scopes(protocol)) {
+    if (scope.chunks > 1 && protocol.one_chunk) continue;
     const Explored explored = Exploration(protocol, scope).Run();
     std::printf("%s, %s: %zu executions", protocol.name, Words(scope).c_str(), explored.executions);
     if (explored.states > 0) std::printf(", %zu states", explored.states);
