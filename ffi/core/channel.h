@@ -37,7 +37,11 @@ class Carver {
 };
 
 // The slot, of two used in turn, of a sequence number.
-JO_HD size_t SlotOf(uint64_t sequence) { return JO_MUTANT("one_slot") ? 0 : sequence & 1; }
+JO_HD size_t SlotOf(uint64_t sequence) {
+  if (JO_MUTANT("one_slot")) return 0;
+  if (JO_MUTANT("wrong_parity")) sequence >>= 1;
+  return sequence & 1;
+}
 
 // f(sequence, begin, end) for chunks of up to `capacity` of `n` elements, each with a
 // sequence number of its own. `last` is the word a channel begins with: the last

@@ -17,13 +17,14 @@ template <class T>
 constexpr size_t kSliceAlign = 64 / sizeof(T);
 
 // Stores `n` elements at `slot` of the peer's heap, and then says so: the signal
-// releases what all threads of this rank have stored before the sync.
+// releases what all threads of this rank have stored before the sync. After a wait in
+// vain nothing is stored: the peer may still read what was sent last time.
 template <class T, class Threads, class Link>
 JO_HD void SendSlice(const Threads& threads, Link& link, const T* from, size_t n, T* slot,
                      Word* flag, int peer, uint64_t sequence) {
   const bool too_early = JO_MUTANT("flag_before_data");
   if (too_early && threads.index() == 0) link.Signal(&flag->value, peer, sequence);
-  Copy(threads, from, n, link.At(slot, peer));
+  if (MayStore(link)) Copy(threads, from, n, link.At(slot, peer));
   threads.sync();
   if (!too_early && threads.index() == 0) link.Signal(&flag->value, peer, sequence);
 }

@@ -20,6 +20,11 @@
 // whatever is there, its caller discards the output and reports the status, and whoever
 // waits for this rank gets no wrong number from it, but fails as well.
 //
+// Slots are reused on the strength of what was received: a rank that has not heard from a
+// peer must not overwrite what that one may still read. Where nothing else keeps it from
+// being calls ahead, as the rendezvous does on the host, a rank that has failed must fail in
+// all later calls on the channel, too (ops/protocol_test.cc shows what happens otherwise).
+//
 // Memory order. A flag is one 64-bit word: stored with release, loaded with
 // acquire, at the scope of the link. A cell needs no order at all for its data:
 // each half is one 8-byte access that carries data and epoch together, so data
@@ -78,6 +83,12 @@ JO_HD void StoreElements(const T (&values)[kPerCell<T>], T* out, size_t n, size_
   const size_t first = i * kPerCell<T>;
   const size_t count = Min(n - first, kPerCell<T>);
   memcpy(out + first, values, count * sizeof(T));
+}
+
+// Whether plain data may be stored at peers: the link itself keeps cells and signals back.
+template <class Link>
+JO_HD bool MayStore(const Link& link) {
+  return !link.failed() || JO_MUTANT("data_after_failure");
 }
 
 }  // namespace jax_overlap
