@@ -50,12 +50,16 @@ def overlap(fn: Callable) -> Overlapped:
     `overlap(jax.grad(fn))` sees the whole program. `jax.grad(overlap(fn))` sees the
     forward pass: the transposes of ops, and of casts to varying, are ops, but sums that
     `jax.shard_map` itself adds under `check_vma=False` stay, and matmuls of the
-    backward pass are fused only as the transposes of fused ones.
+    backward pass are fused only as the transposes of fused ones. Under a policy of
+    `jax.checkpoint` that treats matmuls on their own, such as `dots_saveable`, they are
+    not fused with collectives, as other values would be saved then.
 
     Args:
       fn: a function of pytrees that contains or is called inside `jax.shard_map`, pure
         as for `jax.jit`. Arrays in its arguments are traced; Python numbers and other
-        objects reach `fn` as they are.
+        objects reach `fn` as they are. As with `jax.jit`, state that it changes in
+        place, such as that of an nnx module, does not come out: split and merge the
+        module, or return the state.
 
     Returns:
       A function with the signature of `fn`. It traces `fn` in every call, so put
@@ -64,6 +68,7 @@ def overlap(fn: Callable) -> Overlapped:
       custom derivatives are in it where `fn` itself differentiates.
 
     Raises:
+      TypeError: `fn` is no function.
       OverlapError: an earlier call of an op has failed and nobody acknowledged it.
       Otherwise what `fn` raises.
 
@@ -79,6 +84,8 @@ def overlap(fn: Callable) -> Overlapped:
       >>> [row.became for row in jax_overlap.overlap(total).report(x)]
       ['psum']
     """
+    if not callable(fn):
+        raise TypeError(f"overlap: expected a function, but got {type(fn).__name__}.")
 
     @wraps(fn)
     def overlapped(*args, **kwargs):

@@ -12,8 +12,9 @@ import op_contract_matmul
 import op_contract_programs
 import op_contract_transforms
 from absl.testing import absltest
-from contract_tools import BF16, line
+from contract_tools import BF16, Layout, line
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from matmul_descriptions import (
     ALL_GATHER_MATMUL,
     ALL_GATHER_MATMUL_LAST,
@@ -310,6 +311,63 @@ class AllGatherMatmulForms(op_contract_matmul.Matmuls):
         theirs = twice(functools.partial(self.lax, axis_name="x"))(*operands)
         for a, b in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5 * abs(b).max())
+
+
+class AllGatherMatmulTypes(op_contract.Contract):
+    op = ALL_GATHER_MATMUL
+    layout = Layout((2, 4), ("dp", "tp"), ("tp",))
+
+    def types(self, call):
+        """What each result varies over, x being cut over tp and one weight over dp."""
+        seen = []
+
+        def fn(x, w):
+            (y, z), gathered = call(x, w)
+            seen[:] = [jax.typeof(a).mat.varying for a in (y, z, gathered)]
+            return y + z
+
+        specs = {"in_specs": (P("tp"), P("dp")), "out_specs": P(("dp", "tp"))}
+        fn = jax.shard_map(fn, mesh=self.layout.mesh, **specs)
+        fn(jnp.ones((8, 3)), jnp.ones((6, 5)))
+        return seen
+
+    def test_each_result_varies_as_in_lax(self):
+        constant = np.ones((3, 5), np.float32)
+
+        def lax_call(x, w):
+            g = lax.all_gather(x, "tp", tiled=True)
+            return (g @ w, g @ constant), g
+
+        def our_call(x, w):
+            return jax_overlap.all_gather_matmul(
+                x, (w, constant), "tp", return_gathered=True
+            )
+
+        self.assertEqual(self.types(our_call), self.types(lax_call))
+
+    def test_weights_that_see_x_unlike_are_refused(self):
+        rows = (((2,), (0,)), ((), ()))
+        for dims, shape in (
+            ((((2,), (1,)), ((0,), (0,))), (2, 4, 5)),
+            ((((1, 2), (0, 1)), ((), ())), (12, 4, 5)),
+        ):
+
+            def fn(x, dims=dims, shape=shape):
+                ws = jnp.ones((4, 5)), jnp.ones(shape)
+                return jax_overlap.all_gather_matmul(
+                    x, ws, "x", gather_dimension=1, dimension_numbers=(rows, dims)
+                )[0]
+
+            with self.assertRaisesRegex(ValueError, "contract the same dimensions"):
+                jax.eval_shape(tools.stacked(fn, line(4)), jnp.ones((4, 2, 3, 4)))
+
+    def test_one_bias_for_several_weights_is_refused(self):
+        def fn(x):
+            w = jnp.ones((4, 2))
+            return jax_overlap.all_gather_matmul(x, (w, w), "x", bias=jnp.ones(2))[0]
+
+        with self.assertRaisesRegex(ValueError, "tuple, of an array for each weight"):
+            jax.eval_shape(tools.stacked(fn, line(4)), jnp.ones((4, 3, 4)))
 
 
 if __name__ == "__main__":

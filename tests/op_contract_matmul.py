@@ -157,7 +157,82 @@ class Matmuls(MatmulForms):
         kw = {"calls": 0, "check_vma": check_vma, "repeats": 1}
         self.check(fn, line(RANKS), (data,), want, **kw)
 
+    # Transforms under which nothing, or nothing at all, is mapped.
+
+    @named(vma=(True,), no_vma=(False,))
+    def test_the_primal_result_is_not_mapped_with_the_tangents(self, check_vma):
+        operands, *_ = self.data(self.forms(RANKS)[:1])
+
+        def transformed(call):
+            fn = tools.stacked(lambda *a: call(*a)[0], line(RANKS), check_vma=check_vma)
+            loss = lambda w: (fn(operands[0], w) ** 2).sum()  # noqa: E731
+            beside = jax.vmap(lambda z: (fn(*operands), z), out_axes=(None, 0))
+            return (
+                jax.jacfwd(fn)(*operands),
+                jax.hessian(loss)(operands[1]),
+                beside(jnp.arange(3.0)),
+            )
+
+        theirs = functools.partial(self.lax, axis_name="x")
+        got, want = transformed(self.call), transformed(theirs)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+    @named(both=((0, 0),), x=((0, None),), w=((None, 0),))
+    def test_a_batch_of_none(self, which):
+        operands, *_ = self.data(self.forms(RANKS)[:1])
+        none = [
+            a if d is None else np.zeros((RANKS, 0, *a.shape[1:]), a.dtype)
+            for a, d in zip(operands, which, strict=True)
+        ]
+        one = tools.stacked(lambda *a: self.call(*a)[0], line(RANKS))
+        fn = tools.stacked(
+            lambda *a: jax.vmap(lambda *b: self.call(*b)[0], which)(*a), line(RANKS)
+        )
+        shape = jax.eval_shape(one, *operands).shape
+        got = jax.eval_shape(fn, *none)
+        self.assertEqual(got.shape, (RANKS, 0, *shape[1:]))
+        total = lambda *a: fn(*a).sum()  # noqa: E731
+        grads = jax.eval_shape(jax.grad(total, (0, 1)), *none)
+        self.assertEqual([g.shape for g in grads], [a.shape for a in none])
+
     # Other operands.
+
+    def test_booleans_are_added_as_lax_adds_them(self):
+        ((x, w),) = self.data(self.forms(RANKS)[:1])
+        a = x > 0, w > 0
+        ours = lambda *a: self.call(*a)[0]  # noqa: E731
+        theirs = lambda *a: self.lax(*a, axis_name="x")[0]  # noqa: E731
+        try:
+            want = jax.jit(tools.stacked(theirs, line(RANKS)))(*a)
+        except Exception as error:  # then ours is refused as lax refuses it
+            with self.assertRaises(type(error)):
+                jax.jit(tools.stacked(ours, line(RANKS)))(*a)
+            return
+        got = jax.jit(tools.stacked(ours, line(RANKS)))(*a)
+        self.assertEqual(got.dtype, want.dtype)
+        np.testing.assert_array_equal(got, want)
+
+    def shapes_of_first(self):
+        (x, *ws), _ = self.forms(RANKS)[0]
+        return x, ws[0]
+
+    def test_a_pair_of_precisions_may_be_a_list(self):
+        shapes = self.shapes_of_first()
+        data = self.data([form(*shapes)])
+        want = self.right(data, [form(*shapes)])
+        fn = self.each([form(*shapes, precision=["highest", "default"])])
+        self.check(fn, line(RANKS), (data,), want, calls=1, repeats=1)
+
+    @named(
+        bias=({"bias": np.ones(7)}, "bias of shape (7,) cannot be added"),
+        rank=({"bias": np.ones((2, 2, 2, 2, 2))}, "cannot be added to a result"),
+        dims=({"dimension_numbers": ((1,), (0,))}, "have to be ((contracting of x"),
+    )
+    def test_says_what_is_wrong_with(self, options, text):
+        kind, told = self.refusal(self.call, self.shapes_of_first(), **options)
+        self.assertIn(kind, (ValueError, TypeError))
+        self.assertIn(text, told)
+        self.assertIn(self.op.name, told)
 
     @both_modes
     def test_constants_and_what_does_not_vary(self, check_vma):

@@ -395,5 +395,28 @@ class Programs(OverlapCase):
         self.assertIn("not manual axes", report[0].reason)
 
 
+class Literals(absltest.TestCase):
+    def test_a_scalar_beside_what_varies_is_cast_to_varying(self):
+        """Such as in a mask: the cast's operand is a literal, of no mesh."""
+        fn = jax.shard_map(
+            lambda x: jnp.where(x > 1, x, -1e30),
+            mesh=jax.sharding.Mesh(jax.devices()[:4], ("x",)),
+            in_specs=P("x"),
+            out_specs=P("x"),
+        )
+        x = jnp.arange(4.0)
+        ours = jax_overlap.overlap(fn)
+        for transform in (
+            lambda f: jax.jvp(f, (x,), (x,)),
+            lambda f: jax.vmap(f)(x[None]),
+            lambda f: jax.grad(lambda x: f(x)[2:].sum())(x),
+        ):
+            jax.tree.map(np.testing.assert_array_equal, transform(ours), transform(fn))
+
+    def test_only_functions(self):
+        with self.assertRaisesRegex(TypeError, "expected a function, but got int"):
+            jax_overlap.overlap(3)
+
+
 if __name__ == "__main__":
     absltest.main()

@@ -19,7 +19,8 @@ struct PsumArguments {
   uint64_t limit_ns;
   const void* in;
   void* out;
-  Status* status;  // in mapped host memory
+  int32_t* broken;  // a word of the channel, in this device's memory: a call has failed
+  Status* status;   // in mapped host memory
 };
 
 // What a failed call leaves as its result: NaN, or the smallest integer.
@@ -41,12 +42,20 @@ __global__ void PsumKernel(PsumArguments a) {
   __shared__ Status status;
   Link link(a.shape.rank, a.shape.size, a.heaps, a.limit_ns, &status);
   T* const out = static_cast<T*>(a.out);
-  RunPsum<Algorithm>(BlockThreads{}, link, a.shape, a.heaps[a.shape.rank] + a.channel, a.capacity,
-                     static_cast<const T*>(a.in), a.count, out);
-  __syncthreads();
-  if (!link.failed()) return;
+  // A channel is done for once a call on it has failed: slots are reused on the strength
+  // of what was received before, so this rank could overwrite what a late peer still reads.
+  const bool broken = *a.broken != 0;
+  if (!broken) {
+    RunPsum<Algorithm>(BlockThreads{}, link, a.shape, a.heaps[a.shape.rank] + a.channel, a.capacity,
+                       static_cast<const T*>(a.in), a.count, out);
+    __syncthreads();
+    if (!link.failed()) return;
+  }
   for (size_t i = threadIdx.x; i < a.count; i += blockDim.x) out[i] = Poison<T>();
-  if (threadIdx.x == 0) *a.status = status;
+  if (threadIdx.x == 0 && !broken) {
+    *a.status = status;
+    *a.broken = 1;
+  }
 }
 
 }  // namespace jax_overlap

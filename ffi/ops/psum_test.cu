@@ -116,6 +116,7 @@ struct Device {
     }
     JO_CUDA(cudaHostAlloc(&statuses, 8 * sizeof(Status), cudaHostAllocMapped));
     JO_CUDA(cudaMalloc(&heaps, 8 * sizeof(char*)));
+    JO_CUDA(cudaMalloc(&broken, 8 * sizeof(int32_t)));
   }
   static Device& Get() {
     static Device* const device = new Device;
@@ -124,6 +125,7 @@ struct Device {
   cudaStream_t streams[8];
   Status* statuses;  // [rank]
   char** heaps;      // [rank], on the device
+  int32_t* broken;   // [rank], on the device
 };
 
 void StallRank(int rank) { JO_CUDA(cudaMemcpyToSymbol(stalled_rank, &rank, sizeof(rank))); }
@@ -152,18 +154,19 @@ class Team {
     JO_CUDA(cudaMemcpy(device.heaps, heaps.data(), heaps.size() * sizeof(char*),
                        cudaMemcpyHostToDevice));
     memset(device.statuses, 0, 8 * sizeof(Status));
+    JO_CUDA(cudaMemset(device.broken, 0, 8 * sizeof(int32_t)));
     // Loading a kernel while another spins may wait for that one to end.
     cudaFuncAttributes attributes;
     JO_CUDA(cudaFuncGetAttributes(&attributes, PsumKernel<Link, Algorithm, T>));
     JO_CUDA(cudaDeviceSynchronize());
   }
 
-  // All ranks but `absent` do all calls.
-  void Run(int absent = -1, uint64_t limit_ns = kLimitNs) {
+  // All ranks but `absent`, or `only` one, do all calls.
+  void Run(int absent = -1, uint64_t limit_ns = kLimitNs, int only = -1) {
     Device& device = Device::Get();
     for (size_t c = 0; c < counts_.size(); ++c) {
       for (int r = 0; r < shape_.size; ++r) {
-        if (r == absent) continue;
+        if (r == absent || (only >= 0 && r != only)) continue;
         const size_t at = r * counts_.size() + c;
         const PsumArguments arguments{{r, shape_.size, shape_.node_size},
                                       device.heaps,
@@ -173,6 +176,7 @@ class Team {
                                       limit_ns,
                                       inputs_[at].data(),
                                       outputs_[at].data(),
+                                      device.broken + r,
                                       device.statuses + r};
         PsumKernel<Link, Algorithm, T><<<1, kThreads, 0, device.streams[r]>>>(arguments);
         JO_CUDA(cudaGetLastError());
@@ -183,15 +187,20 @@ class Team {
 
   // Of the first call.
   void SetInput(int rank, const std::vector<T>& in) { inputs_[rank * counts_.size()].Store(in); }
-  std::vector<T> Result(int rank) const {
-    return outputs_[rank * counts_.size()].template Load<T>();
+  std::vector<T> Result(int rank, int call = 0) const {
+    return outputs_[rank * counts_.size() + call].template Load<T>();
   }
-  // The first result of a rank holds NaNs, or the smallest integer.
-  void CheckPoisoned(int rank) const {
-    for (const T x : Result(rank)) {
-      const double value = static_cast<double>(static_cast<float>(Numeric<T>::Widen(x)));
-      JO_CHECK(value != value || value == 128);  // -128 as its unsigned accumulator
-    }
+  // A result holds NaNs, or the smallest integer.
+  void CheckPoisoned(int rank, int call) const {
+    for (const T x : Result(rank, call)) JO_CHECK(IsPoison(x));
+  }
+  void CheckRightOrPoisoned(int rank, int call) const {
+    if (IsPoison(Result(rank, call)[0])) return CheckPoisoned(rank, call);
+    CheckCall(rank, call);
+  }
+  static bool IsPoison(T x) {
+    const auto value = static_cast<float>(Numeric<T>::Widen(x));
+    return value != value || value == 128;  // -128 as its unsigned accumulator
   }
 
   void Check() const {
@@ -204,7 +213,6 @@ class Team {
     }
   }
 
- private:
   void CheckCall(int rank, int call) const {
     const Buffer& buffer = outputs_[rank * counts_.size() + call];
     JO_CHECK(buffer.Intact() && inputs_[rank * counts_.size() + call].Intact());
@@ -219,6 +227,7 @@ class Team {
     }
   }
 
+ private:
   const TeamShape shape_;
   const size_t capacity_;
   const std::vector<size_t> counts_;
@@ -302,8 +311,9 @@ int HalfTypesAreSummedInFloat() {
 // name it, and nobody passes on a wrong number.
 template <class Algorithm, class T>
 int AbsentRank(TeamShape shape, int absent, bool named_by_all) {
-  Team<P2pLink, Algorithm, T> team(shape, 256, {100});
-  team.Run(absent, 50 * 1000 * 1000);
+  constexpr uint64_t kShort = 50 * 1000 * 1000;
+  Team<P2pLink, Algorithm, T> team(shape, 256, {100, 50, 200});
+  team.Run(absent, kShort);
   bool named = false;
   for (int r = 0; r < shape.size; ++r) {
     if (r == absent) continue;
@@ -311,9 +321,14 @@ int AbsentRank(TeamShape shape, int absent, bool named_by_all) {
     JO_CHECK_IN(s.failed == 1 && s.rank == r, "rank %d of %d", r, shape.size);
     JO_CHECK_IN(!named_by_all || s.peer == absent, "rank %d names %d", r, s.peer);
     named = named || s.peer == absent;
-    team.CheckPoisoned(r);
+    for (int call = 0; call < 3; ++call) team.CheckPoisoned(r, call);
   }
   JO_CHECK(named);
+  // It comes after all: what the others had sent is right, and nothing follows.
+  team.Run(-1, kShort, absent);
+  team.CheckRightOrPoisoned(absent, 0);
+  JO_CHECK(Device::Get().statuses[absent].failed == 1);
+  for (int call = 1; call < 3; ++call) team.CheckPoisoned(absent, call);
   return 1;
 }
 

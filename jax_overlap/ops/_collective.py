@@ -83,12 +83,15 @@ def _where_it_is(axis, x) -> str:
     meshes = [get_abstract_mesh(), *(t.sharding.mesh for t in types)]
     if any(axis in mesh.axis_names for mesh in meshes):
         return f" The mesh has {axis!r}, but only jax.shard_map binds it."
+    if bound := get_abstract_mesh().manual_axes:
+        return f" Bound here are {sorted(map(str, bound))}."
     return ""
 
 
 def _axes_of(spec) -> set:
     """All axes that a `PartitionSpec` has."""
-    return {a for e in spec for a in (e if isinstance(e, tuple) else (e,))}
+    entries = (e if isinstance(e, tuple) else (e,) for e in spec if e is not None)
+    return {a for e in entries for a in e}
 
 
 def checked_groups(op: str, groups, axes: tuple):

@@ -53,12 +53,23 @@ def dims_of_matmul(op: str, dims, x, w):
                 "as to jax.lax.dot_general."
             )
         return (((x.ndim - 1,), (0,)), ((), ()))
-    (xc, wc), (xb, wb) = dims
     front = lambda axes, ndim: tuple(_block.from_front(int(a), ndim) for a in axes)  # noqa: E731
-    return (
-        (front(xc, x.ndim), front(wc, w.ndim)),
-        (front(xb, x.ndim), front(wb, w.ndim)),
-    )
+    try:
+        (xc, wc), (xb, wb) = dims
+        return (
+            (front(xc, x.ndim), front(wc, w.ndim)),
+            (front(xb, x.ndim), front(wb, w.ndim)),
+        )
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{op}: dimension_numbers have to be ((contracting of x, of w), (batch of "
+            f"x, of w)), each a sequence of dimensions, but are {dims}."
+        ) from error
+
+
+def hashable(precision):
+    """`precision` as a parameter of a primitive: a pair as a tuple."""
+    return tuple(precision) if isinstance(precision, list) else precision
 
 
 def result_type(x_shape, x, w, dims, precision, preferred):
@@ -97,9 +108,19 @@ def why_not_types(dtype, out_dtype) -> str:
     )
 
 
-def add_bias(y, bias):
+def add_bias(op: str, y, bias):
     """`y + bias` in the type of `y`."""
-    return y if bias is None else y + jnp.asarray(bias).astype(y.dtype)
+    if bias is None:
+        return y
+    bias = jnp.asarray(bias)
+    if bias.ndim > y.ndim or any(
+        n not in (1, m) for n, m in zip(bias.shape[::-1], y.shape[::-1], strict=False)
+    ):
+        raise ValueError(
+            f"{op}: bias of shape {bias.shape} cannot be added to a result of shape "
+            f"{y.shape}. Its last dimension has to be that of the result, or 1."
+        )
+    return y + bias.astype(y.dtype)
 
 
 # -------------------------------------------------- local parts, in the form
@@ -203,7 +224,7 @@ def _plan(op, abstract_eval, avals, team, situation, **params):
         no_elements=_all_empty(results) or _all_empty(avals[: params.get("xs", 1)]),
     )
     why = why_not_types(avals[0].dtype, results[0].dtype)
-    if why and plan.implementation != "lax":
+    if why and params["implementation"] != "reference":
         return dataclasses.replace(
             plan, implementation="lax", algorithm=None, reason=why
         )
@@ -271,20 +292,41 @@ def fold_batch(axis_data, xs, x_dims, ws, w_dims, transposed, *, into_cols: bool
     (and `into_cols`), else into `g`.
     """
     n = axis_data.size
+    if n == 0:  # as of one, of which nothing is kept
+        xs, ws = _padded(xs, x_dims), _padded(ws, w_dims)
+        n = 1
+
+    def unfold(place, out, first):
+        def of(y):
+            y = _split(y, place, n, first)
+            return (y if axis_data.size else lax.slice_in_dim(y, 0, 0, axis=out)), out
+
+        return of
+
     if all(d is None for d in w_dims):
         xs = [
             _merged(_with_batch(x, d, n, 1), 1) for x, d in zip(xs, x_dims, strict=True)
         ]
-        return xs, ws, lambda y: (_split(y, 1, n, first=True), 1)
+        return xs, ws, unfold(1, 1, first=True)
     if into_cols and all(d is None for d in x_dims):
         ws = [
             _merged(_with_batch(w, d, n, 1 if t else 2), 1 if t else 2)
             for w, d, t in zip(ws, w_dims, transposed, strict=True)
         ]
-        return xs, ws, lambda y: (_split(y, 3, n, first=True), 3)
+        return xs, ws, unfold(3, 3, first=True)
     xs = [_merged(_with_batch(x, d, n, 1), 0) for x, d in zip(xs, x_dims, strict=True)]
     ws = [_merged(_with_batch(w, d, n, 1), 0) for w, d in zip(ws, w_dims, strict=True)]
-    return xs, ws, lambda y: (_split(y, 0, n, first=False), 1)
+    return xs, ws, unfold(0, 1, first=False)
+
+
+def _padded(arrays, dims):
+    """The arrays with one entry, of zeros, in their batch dimension of none."""
+    zero = lambda a: np.zeros((), a.dtype)  # noqa: E731
+    one = lambda a, d: [(0, int(i == d), 0) for i in range(a.ndim)]  # noqa: E731
+    return [
+        a if d is None else lax.pad(a, zero(a), one(a, d))
+        for a, d in zip(arrays, dims, strict=True)
+    ]
 
 
 def _with_batch(x, d, size, place):

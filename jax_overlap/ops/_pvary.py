@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import get_abstract_mesh
 
 from jax_overlap.ops.psum import psum
 
@@ -21,7 +22,10 @@ batching.defvectorized(to_varying_p)
 @to_varying_p.def_abstract_eval
 def _abstract_eval(x, *, axes):
     varying = x.mat.varying | set(axes)
-    return x.update(manual_axis_type=x.mat.update(varying=varying))
+    return x.update(
+        sharding=x.sharding.update(mesh=get_abstract_mesh()),  # a literal has none
+        manual_axis_type=x.mat.update(varying=varying),
+    )
 
 
 def _transpose(ct, x, *, axes):

@@ -125,18 +125,21 @@ def all_gather_matmul(
     """
     op = "all_gather_matmul"
     _matmul.check_algorithm(op, implementation, algorithm)
+    precision = _matmul.hashable(precision)
     axes = _collective.canonical_axes(op, axis_name, (x, w))
     groups = _block.checked_groups(op, axis_index_groups, axes)
     several = isinstance(w, (tuple, list))
     x, *ws = _matmul.promoted(x, *(w if several else (w,)))
     dims = dims_of_each(dimension_numbers, len(ws))
+    if several and not isinstance(bias, (tuple, list, type(None))):
+        raise ValueError(f"{op}: bias has to be a tuple, of an array for each weight.")
     biases: Any = bias if several and bias is not None else (bias,) * len(ws)
     _check_counts(len(ws), dimension_numbers=dims, bias=biases)
     dims = [_matmul.dims_of_matmul(op, n, x, w) for n, w in zip(dims, ws, strict=True)]
     size = _block.group_size(axes, groups)
     d = _block.from_front(gather_dimension, x.ndim)
     dot = {"precision": precision, "preferred_element_type": preferred_element_type}
-    if _block.left_to_lax(x, axes) or not 0 <= d < x.ndim:
+    if not 0 <= d < x.ndim or any(_block.left_to_lax(a, axes) for a in (x, *ws)):
         gathered = lax.all_gather(
             x,
             axes if isinstance(axis_name, list) else axis_name,
@@ -156,28 +159,28 @@ def all_gather_matmul(
         ]
         _matmul.check_native(op, implementation, x, outs[0].dtype)
         forms = _forms(dims, x, ws, d)
-        ys, gathered = bind(
-            forms[0].x(x),
-            [form.w(w) for form, w in zip(forms, ws, strict=True)],
-            axes=axes,
-            axis_index_groups=groups,
-            axis_size=size,
-            cut=forms[0].cut,
-            transposed=tuple(form.transposed for form in forms),
-            out_dtype=outs[0].dtype,
-            gathered=return_gathered,
-            save_gathered=save_gathered,
-            precision=precision,
-            implementation=implementation,
-            algorithm=algorithm,
+        form, params = (
+            forms[0],
+            {
+                "axes": axes,
+                "axis_index_groups": groups,
+                "axis_size": size,
+                "cut": forms[0].cut,
+                "out_dtype": outs[0].dtype,
+                "save_gathered": save_gathered,
+                "precision": precision,
+                "implementation": implementation,
+                "algorithm": algorithm,
+            },
         )
+        ys, gathered = _bind_alike(form.x(x), ws, forms, return_gathered, params)
         ys = [
             form.out(y, x, w, lambda n: n * size)
             for form, y, w in zip(forms, ys, ws, strict=True)
         ]
         if return_gathered:
-            gathered = forms[0].gathered(gathered, x, lambda n: n * size)
-    ys = tuple(_matmul.add_bias(y, b) for y, b in zip(ys, biases, strict=True))
+            gathered = form.gathered(gathered, x, lambda n: n * size)
+    ys = tuple(_matmul.add_bias(op, y, b) for y, b in zip(ys, biases, strict=True))
     result = ys if several else ys[0]
     return (result, gathered) if return_gathered else result
 
@@ -190,9 +193,11 @@ def dims_of_each(dimension_numbers: Any, count: int) -> tuple:
 
 
 def _is_one(dimension_numbers) -> bool:
+    """Whether these are ((of x, of w), (of x, of w)), or bad ones, but not several."""
     first = dimension_numbers[0] if len(dimension_numbers) == 2 else None
+    whole = (int, np.integer)
     return first is not None and all(
-        not n or isinstance(n[0], (int, np.integer)) for n in first
+        isinstance(n, whole) or not n or isinstance(n[0], whole) for n in first
     )
 
 
@@ -219,13 +224,42 @@ def _forms(dims, x, ws, d: int):
             if d in among
         )
         forms.append(form_of(numbers, x.ndim, w.ndim, cut, among.index(d)))
-    if len({form.x_perm for form in forms}) > 1:
+    if len({(form.x_perm, form.counts[:3], form.cut) for form in forms}) > 1:
         raise ValueError(
             "all_gather_matmul: all weights have to contract the same dimensions of x, "
             f"but dimension_numbers are {dims}. Call it once for each kind, with "
             "return_gathered=True the first time."
         )
     return forms
+
+
+def _bind_alike(x, ws, forms, return_gathered: bool, params):
+    """A call for the weights of each type, mostly one: a result varies as its operands.
+
+    Operands of one call are marked as varying alike, and what varies over more axes
+    than `jax.lax` says has another gradient.
+    """
+    alike: dict[frozenset, list[int]] = {frozenset(): []} if return_gathered else {}
+    for i, w in enumerate(ws):
+        more = _compat.varying(w) - _compat.varying(x) - set(params["axes"])
+        alike.setdefault(more, []).append(i)
+    ys: list = [None] * len(ws)
+    gathered = None
+    for more, members in alike.items():
+        if not members:
+            gathered = along_cut(all_gather_p, x, **params)
+            continue
+        some, full = bind(
+            x,
+            [forms[i].w(ws[i]) for i in members],
+            transposed=tuple(forms[i].transposed for i in members),
+            gathered=return_gathered and not more,
+            **params,
+        )
+        gathered = gathered if full is None else full
+        for i, y in zip(members, some, strict=True):
+            ys[i] = y
+    return ys, gathered
 
 
 def bind(x, ws, *, axes, transposed, gathered, **params):
@@ -333,6 +367,11 @@ ad.primitive_transposes[matmul_reduce_scatter.matmul_reduce_scatter_p] = partial
 # ------------------------------------------------------------------ batching
 def _batch(axis_data, operands, dims, *, axes, transposed, gathered, **params):
     _matmul.check_batch_axis("all_gather_matmul", axis_data, axes)
+    if all(d is None for d in dims):
+        outs = all_gather_matmul_p.bind(
+            *operands, axes=axes, transposed=transposed, gathered=gathered, **params
+        )
+        return outs, [None] * len(outs)
     (x,), ws, unfold = _matmul.fold_batch(
         axis_data,
         operands[:1],

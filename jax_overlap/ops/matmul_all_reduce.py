@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching
 
@@ -82,11 +83,17 @@ def matmul_all_reduce(
     """
     op = "matmul_all_reduce"
     _matmul.check_algorithm(op, implementation, algorithm, ("in_place",))
+    precision = _matmul.hashable(precision)
     axes = _collective.canonical_axes(op, axis_name, (x, w))
     x, w = _matmul.promoted(x, w)
     dims = _matmul.dims_of_matmul(op, dimension_numbers, x, w)
     out = _matmul.result_type(x.shape, x, w, dims, precision, preferred_element_type)
-    if _block.left_to_lax(x, axes):
+    # Of booleans, lax.psum makes integers.
+    if (
+        _block.left_to_lax(x, axes)
+        or _block.left_to_lax(w, axes)
+        or out.dtype == np.bool_
+    ):
         y = lax.dot_general(
             x,
             w,
@@ -94,7 +101,7 @@ def matmul_all_reduce(
             precision=precision,
             preferred_element_type=preferred_element_type,
         )
-        return _matmul.add_bias(lax.psum(y, axis_name), bias)
+        return _matmul.add_bias(op, lax.psum(y, axis_name), bias)
     _matmul.check_native(op, implementation, x, out.dtype)
     form = form_of(dims, x.ndim, w.ndim, "", 0)
     y = bind(
@@ -109,7 +116,7 @@ def matmul_all_reduce(
         algorithm=algorithm,
         invariant=_compat.check_vma(),
     )
-    return _matmul.add_bias(form.out(y, x, w, lambda n: n), bias)
+    return _matmul.add_bias(op, form.out(y, x, w, lambda n: n), bias)
 
 
 def bind(xs, ws, *, axes, **params):

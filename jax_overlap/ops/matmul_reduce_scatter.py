@@ -15,6 +15,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching
 
@@ -111,6 +112,7 @@ def matmul_reduce_scatter(
     """
     op = "matmul_reduce_scatter"
     _matmul.check_algorithm(op, implementation, algorithm)
+    precision = _matmul.hashable(precision)
     axes = _collective.canonical_axes(op, axis_name, (x, w))
     groups = _block.checked_groups(op, axis_index_groups, axes)
     x, w = _matmul.promoted(x, w)
@@ -120,6 +122,8 @@ def matmul_reduce_scatter(
     d = _block.from_front(scatter_dimension, out.ndim)
     if (
         _block.left_to_lax(x, axes)
+        or _block.left_to_lax(w, axes)
+        or out.dtype == np.bool_
         or not 0 <= d < out.ndim
         or not _block.fits(out.shape[d], size, True)
     ):
@@ -137,7 +141,7 @@ def matmul_reduce_scatter(
             axis_index_groups=axis_index_groups,
             tiled=True,
         )
-        return _matmul.add_bias(y, bias)
+        return _matmul.add_bias(op, y, bias)
     _matmul.check_native(op, implementation, x, out.dtype)
     form = form_of(dims, x.ndim, w.ndim, *_cut(dims, x.ndim, d))
     y = bind(
@@ -153,7 +157,7 @@ def matmul_reduce_scatter(
         implementation=implementation,
         algorithm=algorithm,
     )
-    return _matmul.add_bias(form.out(y, x, w, lambda n: n // size), bias)
+    return _matmul.add_bias(op, form.out(y, x, w, lambda n: n // size), bias)
 
 
 def _cut(dims, x_ndim: int, d: int) -> tuple[str, int]:
@@ -276,6 +280,9 @@ def batch_sum(
 ):
     """Batches a linear collective of a sum of matmuls."""
     _matmul.check_batch_axis(op, axis_data, axes)
+    if all(d is None for d in dims):
+        params.update(axes=axes, transposed=transposed)
+        return [bind_op(operands[:xs], operands[xs:], **params)], [None]
     left, right, unfold = _matmul.fold_batch(
         axis_data,
         operands[:xs],
