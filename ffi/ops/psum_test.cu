@@ -1,5 +1,5 @@
-// The kernels of psum over the peer link, on one GPU: each rank is a stream of its own,
-// and its peers' heaps are memory of the same device.
+// The kernels of psum over the peer link, in one process: each rank is a stream of its own,
+// on the GPUs in turn, so on one GPU its peers' heaps are memory of the same device.
 //
 // All calls are launched before any result is read, so that a fast rank runs ahead, and
 // one rank is stalled before every step that others wait for. Built with a deliberate
@@ -63,6 +63,31 @@ class StallingLink : public P2pLink {
   }
 };
 
+constexpr int kMaxRanks = 8;
+
+int Devices() {
+  static const int count = [] {
+    int n = 0;
+    JO_CUDA(cudaGetDeviceCount(&n));
+    return std::min(n, kMaxRanks);
+  }();
+  return count;
+}
+void UseDevice(int device) { JO_CUDA(cudaSetDevice(device)); }
+void UseDeviceOf(int rank) { UseDevice(rank % Devices()); }
+
+// f() with each device in turn as the current one.
+template <class F>
+void OnAllDevices(F f) {
+  for (int device = 0; device < Devices(); ++device) {
+    UseDevice(device);
+    f(device);
+  }
+}
+void Synchronize() {
+  OnAllDevices([](int) { JO_CUDA(cudaDeviceSynchronize()); });
+}
+
 template <class T>
 T FromInt(int value) {
   return Numeric<T>::Narrow(static_cast<Acc<T>>(value));
@@ -71,10 +96,11 @@ int InputAt(int rank, size_t i, int call) {
   return static_cast<int>((i * 5 + i / 11 + rank * 3 + call * 2) % 7) - 3;
 }
 
-// Memory of the device between guards.
+// Memory of a rank's device between guards.
 class Buffer {
  public:
-  Buffer(size_t bytes, unsigned char fill) : bytes_(bytes) {
+  Buffer(int rank, size_t bytes, unsigned char fill) : bytes_(bytes) {
+    UseDeviceOf(rank);
     JO_CUDA(cudaMalloc(&base_, bytes + 2 * kGuardBytes));
     JO_CUDA(cudaMemset(base_, kGuard, bytes + 2 * kGuardBytes));
     JO_CUDA(cudaMemset(data(), fill, bytes));
@@ -108,27 +134,36 @@ class Buffer {
   char* base_ = nullptr;
 };
 
-// Streams and statuses of up to 8 ranks, made once.
-struct Device {
-  Device() {
-    for (cudaStream_t& stream : streams) {
-      JO_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+// What the ranks of every team use, made once.
+struct Shared {
+  Shared() {
+    OnAllDevices([&](int device) {
+      for (int peer = 0; peer < Devices(); ++peer) {
+        if (peer != device) JO_CUDA(cudaDeviceEnablePeerAccess(peer, 0));
+      }
+      JO_CUDA(cudaMalloc(&heaps[device], kMaxRanks * sizeof(char*)));
+    });
+    for (int r = 0; r < kMaxRanks; ++r) {
+      UseDeviceOf(r);
+      JO_CUDA(cudaStreamCreateWithFlags(&streams[r], cudaStreamNonBlocking));
+      JO_CUDA(cudaMalloc(&broken[r], sizeof(int32_t)));
     }
-    JO_CUDA(cudaHostAlloc(&statuses, 8 * sizeof(Status), cudaHostAllocMapped));
-    JO_CUDA(cudaMalloc(&heaps, 8 * sizeof(char*)));
-    JO_CUDA(cudaMalloc(&broken, 8 * sizeof(int32_t)));
+    JO_CUDA(cudaHostAlloc(&statuses, kMaxRanks * sizeof(Status),
+                          cudaHostAllocMapped | cudaHostAllocPortable));
   }
-  static Device& Get() {
-    static Device* const device = new Device;
-    return *device;
+  static Shared& Get() {
+    static Shared* const shared = new Shared;
+    return *shared;
   }
-  cudaStream_t streams[8];
-  Status* statuses;  // [rank]
-  char** heaps;      // [rank], on the device
-  int32_t* broken;   // [rank], on the device
+  char** heaps[kMaxRanks];  // of all ranks, on each device
+  cudaStream_t streams[kMaxRanks];
+  int32_t* broken[kMaxRanks];
+  Status* statuses;
 };
 
-void StallRank(int rank) { JO_CUDA(cudaMemcpyToSymbol(stalled_rank, &rank, sizeof(rank))); }
+void StallRank(int rank) {
+  OnAllDevices([&](int) { JO_CUDA(cudaMemcpyToSymbol(stalled_rank, &rank, sizeof(rank))); });
+}
 
 // One team, and calls of the sizes `counts` on one channel.
 template <class Link, class Algorithm, class T>
@@ -139,50 +174,53 @@ class Team {
     const size_t bytes = PsumChannelBytes<Algorithm>(shape, capacity);
     std::vector<char*> heaps;
     for (int r = 0; r < shape.size; ++r) {
-      heaps_.emplace_back(bytes, 0);
+      heaps_.emplace_back(r, bytes, 0);
       heaps.push_back(heaps_.back().data());
       for (size_t c = 0; c < counts_.size(); ++c) {
         std::vector<T> in(counts_[c]);
         for (size_t i = 0; i < in.size(); ++i)
           in[i] = FromInt<T>(InputAt(r, i, static_cast<int>(c)));
-        inputs_.emplace_back(in.size() * sizeof(T), 0);
+        inputs_.emplace_back(r, in.size() * sizeof(T), 0);
         inputs_.back().Store(in);
-        outputs_.emplace_back(in.size() * sizeof(T), 0xEE);
+        outputs_.emplace_back(r, in.size() * sizeof(T), 0xEE);
       }
     }
-    Device& device = Device::Get();
-    JO_CUDA(cudaMemcpy(device.heaps, heaps.data(), heaps.size() * sizeof(char*),
-                       cudaMemcpyHostToDevice));
-    memset(device.statuses, 0, 8 * sizeof(Status));
-    JO_CUDA(cudaMemset(device.broken, 0, 8 * sizeof(int32_t)));
-    // Loading a kernel while another spins may wait for that one to end.
-    cudaFuncAttributes attributes;
-    JO_CUDA(cudaFuncGetAttributes(&attributes, PsumKernel<Link, Algorithm, T>));
-    JO_CUDA(cudaDeviceSynchronize());
+    Shared& shared = Shared::Get();
+    memset(shared.statuses, 0, kMaxRanks * sizeof(Status));
+    for (int r = 0; r < shape.size; ++r) JO_CUDA(cudaMemset(shared.broken[r], 0, sizeof(int32_t)));
+    OnAllDevices([&](int device) {
+      JO_CUDA(cudaMemcpy(shared.heaps[device], heaps.data(), heaps.size() * sizeof(char*),
+                         cudaMemcpyHostToDevice));
+      // Loading a kernel while another spins may wait for that one to end.
+      cudaFuncAttributes attributes;
+      JO_CUDA(cudaFuncGetAttributes(&attributes, PsumKernel<Link, Algorithm, T>));
+    });
+    Synchronize();
   }
 
   // All ranks but `absent`, or `only` one, do all calls.
   void Run(int absent = -1, uint64_t limit_ns = kLimitNs, int only = -1) {
-    Device& device = Device::Get();
+    Shared& shared = Shared::Get();
     for (size_t c = 0; c < counts_.size(); ++c) {
       for (int r = 0; r < shape_.size; ++r) {
         if (r == absent || (only >= 0 && r != only)) continue;
         const size_t at = r * counts_.size() + c;
         const PsumArguments arguments{{r, shape_.size, shape_.node_size},
-                                      device.heaps,
+                                      shared.heaps[r % Devices()],
                                       0,
                                       capacity_,
                                       counts_[c],
                                       limit_ns,
                                       inputs_[at].data(),
                                       outputs_[at].data(),
-                                      device.broken + r,
-                                      device.statuses + r};
-        PsumKernel<Link, Algorithm, T><<<1, kThreads, 0, device.streams[r]>>>(arguments);
+                                      shared.broken[r],
+                                      shared.statuses + r};
+        UseDeviceOf(r);
+        PsumKernel<Link, Algorithm, T><<<1, kThreads, 0, shared.streams[r]>>>(arguments);
         JO_CUDA(cudaGetLastError());
       }
     }
-    JO_CUDA(cudaDeviceSynchronize());
+    Synchronize();
   }
 
   // Of the first call.
@@ -205,7 +243,7 @@ class Team {
 
   void Check() const {
     for (int r = 0; r < shape_.size; ++r) {
-      const Status& s = Device::Get().statuses[r];
+      const Status& s = Shared::Get().statuses[r];
       JO_CHECK_IN(s.failed == 0, "%d ranks, nodes of %d: rank %d waits for %d in step %d",
                   shape_.size, shape_.node_size, r, s.peer, s.step);
       JO_CHECK(heaps_[r].Intact());
@@ -317,7 +355,7 @@ int AbsentRank(TeamShape shape, int absent, bool named_by_all) {
   bool named = false;
   for (int r = 0; r < shape.size; ++r) {
     if (r == absent) continue;
-    const Status& s = Device::Get().statuses[r];
+    const Status& s = Shared::Get().statuses[r];
     JO_CHECK_IN(s.failed == 1 && s.rank == r, "rank %d of %d", r, shape.size);
     JO_CHECK_IN(!named_by_all || s.peer == absent, "rank %d names %d", r, s.peer);
     named = named || s.peer == absent;
@@ -327,7 +365,7 @@ int AbsentRank(TeamShape shape, int absent, bool named_by_all) {
   // It comes after all: what the others had sent is right, and nothing follows.
   team.Run(-1, kShort, absent);
   team.CheckRightOrPoisoned(absent, 0);
-  JO_CHECK(Device::Get().statuses[absent].failed == 1);
+  JO_CHECK(Shared::Get().statuses[absent].failed == 1);
   for (int call = 1; call < 3; ++call) team.CheckPoisoned(absent, call);
   return 1;
 }
@@ -357,5 +395,5 @@ int main(int argc, char**) {
   passed += Sizes<int32_t>() + Sizes<int8_t>() + Stragglers();
   passed += HalfTypesAreSummedInFloat();
   passed += AbsentRanks<float>() + AbsentRanks<BFloat16>() + AbsentRanks<int8_t>();
-  std::printf("psum_test (CUDA): %d passed, 0 failed\n", passed);
+  std::printf("psum_test (CUDA, %d devices): %d passed, 0 failed\n", Devices(), passed);
 }
