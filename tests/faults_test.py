@@ -316,6 +316,9 @@ class Exits(Child):
         """Ctrl-C at a stuck op: KeyboardInterrupt at once, not at the limit."""
         self.run_fault(
             f"""
+import signal
+# A shell's background jobs, and so this test in one, inherit SIGINT as ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 operand = tools.place(x, layout)
 program = without([1]).lower(operand).compile()
 timer = threading.Timer(1, lambda: os.kill(os.getpid(), {int(signal.SIGINT)}))
