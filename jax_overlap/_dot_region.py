@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_overlap._region import RESHARD, Entries, Names, Region, spec_of
@@ -115,21 +114,17 @@ class Operands:
 
     def run(self, fn, options: dict[str, Any], outs: Sequence[Entries]):
         """fn(x, *ws, **options) of shards, after a look at all shapes."""
-        names = ("precision", "preferred_element_type")
-        dot = {name: options[name] for name in names}
+        arithmetic = options["precision"], options["preferred_element_type"]
+        dots = [_matmul.dot_general(dims, *arithmetic) for dims in self.dims]
         self.region.check("x", self.x.shape, self.x_entries)
-        for w, ws, dims, out in zip(
-            self.ws, self.w_entries, self.dims, outs, strict=True
-        ):
+        for w, ws, dot, out in zip(self.ws, self.w_entries, dots, outs, strict=True):
             self.region.check("w", w.shape, ws)
-            y = _matmul.result_type(self.x.shape, self.x, w, dims, *dot.values())
+            y = _matmul.result_type(dot, self.x.shape, self.x, w)
             self.region.check("the result", y.shape, out)
         if self.region.is_mapped(options["implementation"]):
             return tuple(
-                lax.dot_general(
-                    self.x, w, dims, out_sharding=self.region.sharding(out), **dot
-                )
-                for w, dims, out in zip(self.ws, self.dims, outs, strict=True)
+                dot(self.x, w, out_sharding=self.region.sharding(out))
+                for w, dot, out in zip(self.ws, dots, outs, strict=True)
             )
         arrays, entries = [self.x, *self.ws], [self.x_entries, *self.w_entries]
         return self.region.run(fn, options, arrays, entries, outs)

@@ -39,18 +39,22 @@ def entries_of(spec: Any, ndim: int) -> Entries:
     return entries + [()] * (ndim - len(entries))
 
 
+def entry_of(names: Sequence[Hashable]) -> Any:
+    """The entry of a `PartitionSpec` that has these mesh axes."""
+    return tuple(names) if len(names) > 1 else (names[0] if names else None)
+
+
 def spec_of(entries: Sequence[Names]) -> P:
     """The `PartitionSpec` of entries."""
-    return P(*(e if len(e) > 1 else (e[0] if e else None) for e in entries))
+    return P(*map(entry_of, entries))
 
 
-def is_bound(axis: Hashable) -> bool:
-    """Whether an axis is that of a `shard_map` or a `vmap` around this."""
+def bound_size(axis: Hashable) -> int | None:
+    """The size of the axis of a `shard_map` or a `vmap` around this, else None."""
     try:
-        lax.axis_size(axis)
+        return lax.axis_size(axis)
     except NameError:
-        return False
-    return True
+        return None
 
 
 def mesh_of(*arrays: Any) -> Any:
@@ -93,7 +97,7 @@ class Region:
         """The region over `mesh`, or that which the context or the arrays have."""
         axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else axis_name
         axes = axes if isinstance(axes, tuple) else (axes,)
-        bound = [a for a in axes if is_bound(a)]
+        bound = [a for a in axes if bound_size(a) is not None]
         if bound:
             raise ValueError(
                 f"{op}: axis {bound[0]!r} is bound here, by jax.shard_map or jax.vmap, "

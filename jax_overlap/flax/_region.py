@@ -12,7 +12,6 @@ sequence-parallel form, the sequence: the dimension before the features.
 
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +21,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from jax_overlap._region import Entries, entry_of, ranks
+from jax_overlap._region import names as names_of
 from jax_overlap.flax import _sharding
 from jax_overlap.flax._local import Options, attention
 
@@ -29,16 +30,6 @@ from jax_overlap.flax._local import Options, attention
 def alone(axis_name: str, fn: Callable[[], jax.Array]) -> jax.Array:
     """fn() as a single rank: how `init` computes where there is no mesh yet."""
     return jax.vmap(lambda _: fn(), axis_name=axis_name)(jnp.zeros(1))[0]
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    if entry is None or entry is P.UNCONSTRAINED:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
-def _entry(names: Sequence[str]) -> Any:
-    return tuple(names) if len(names) > 1 else (names[0] if names else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +71,7 @@ class Region:
         return region
 
     def _check_batch_spec(self, mesh) -> None:
-        for name in (name for entry in self.batch_spec for name in _names(entry)):
+        for name in (name for entry in self.batch_spec for name in names_of(entry)):
             if name == self.axis_name:
                 raise ValueError(
                     f"{self.owner}: batch_spec = {self.batch_spec} must not use the "
@@ -101,23 +92,23 @@ class Region:
             )
         told = (*self.batch_spec, *[None] * (x.ndim - len(self.batch_spec)))
         typed = self._typed(x, last)
-        kept = [[n for n in _names(e) if n in self.told] for e in told[:-1]]
-        lead = tuple(_entry([*a, *b]) for a, b in zip(typed, kept, strict=True))
+        kept = [[n for n in names_of(e) if n in self.told] for e in told[:-1]]
+        lead = tuple(entry_of([*a, *b]) for a, b in zip(typed, kept, strict=True))
         if self.sequence_parallel:
-            self._check_divides(x, [*_names(lead[-1]), self.axis_name])
+            self._check_divides(x, [*names_of(lead[-1]), self.axis_name])
         return lead
 
     def spec(self, lead: Sequence[Any], last: str | None) -> P:
         """The sharding of an array with these dimensions before the last."""
         if last is None and self.sequence_parallel:
-            lead = *lead[:-1], _entry([*_names(lead[-1]), self.axis_name])
+            lead = *lead[:-1], entry_of([*names_of(lead[-1]), self.axis_name])
         return P(*lead, last)
 
-    def _typed(self, x: jax.Array, last: str | None) -> list[tuple[str, ...]]:
+    def _typed(self, x: jax.Array, last: str | None) -> Entries:
         """What the type of x says about the dimensions before the last."""
         spec = tuple(jax.typeof(x).sharding.spec)
         spec += (None,) * (x.ndim - len(spec))
-        typed = [tuple(n for n in _names(e) if n in self.explicit) for e in spec]
+        typed = [tuple(n for n in names_of(e) if n in self.explicit) for e in spec]
         *lead, features = typed
         # Its own axis comes last in the sequence, so that others cut what it gathers.
         own = (self.axis_name,)
@@ -126,27 +117,26 @@ class Region:
         # What is not cut is fine where it should be: each rank takes a slice. All else
         # would have to be gathered, which nobody should pay unasked.
         taken = any(self.axis_name in names for names in lead)
-        if not taken and features in ((), _names(last)):
+        if not taken and features in ((), names_of(last)):
             return lead
-        others = [_entry([n for n in e if n != self.axis_name]) for e in lead]
+        others = [entry_of([n for n in e if n != self.axis_name]) for e in lead]
         want = self.spec(others, last)
         raise ValueError(
             f"{self.owner}: expected an input sharded as {want}, got "
-            f"{P(*map(_entry, typed))} for shape {x.shape}. Change it where you want "
+            f"{P(*map(entry_of, typed))} for shape {x.shape}. Change it where you want "
             f"to pay for it: x = jax.sharding.reshard(x, {want})."
         )
 
-    def _check_divides(self, x: jax.Array, names: Sequence[str]) -> None:
-        mesh = get_abstract_mesh()
-        ranks = math.prod(mesh.shape[name] for name in names)
-        _sharding.check_sequence(self.owner, x.shape, ranks, tuple(names))
+    def _check_divides(self, x: jax.Array, names: Sequence[Any]) -> None:
+        parts = ranks(get_abstract_mesh(), tuple(names))
+        _sharding.check_sequence(self.owner, x.shape, parts, tuple(names))
 
     def place(self, x: jax.Array, spec: P) -> jax.Array:
         """Gives x the sharding with which it enters, where types must agree."""
         if not self.explicit:
             return x
-        entries = [[n for n in _names(e) if n in self.explicit] for e in spec]
-        return jax.sharding.reshard(x, P(*map(_entry, entries)))
+        entries = [[n for n in names_of(e) if n in self.explicit] for e in spec]
+        return jax.sharding.reshard(x, P(*map(entry_of, entries)))
 
     def run(self, body: Callable, args: Any, specs: Any, out_spec: P) -> jax.Array:
         """body(*args) on the shards; `specs` has one PartitionSpec for each array."""

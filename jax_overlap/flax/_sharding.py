@@ -9,13 +9,7 @@ from jax import lax
 from jax.sharding import AxisType, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-
-def bound_size(axis_name: str) -> int | None:
-    """The size of an axis that is manual here, None where it is not bound."""
-    try:
-        return lax.axis_size(axis_name)
-    except NameError:
-        return None
+from jax_overlap._region import bound_size as bound_size
 
 
 def axis_types(mesh: Any) -> dict[str, AxisType]:

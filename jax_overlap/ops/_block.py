@@ -21,12 +21,12 @@ from jax_overlap.ops import _collective
 _ALGORITHM = ("direct", "peers' operands are addressed in place")
 
 
-def left_to_lax(x, axes) -> bool:
+def left_to_lax(axes, *operands) -> bool:
     """Whether `jax.lax` has to do, or to refuse, what is not between devices."""
     return (
         not axes
         or bool(_collective.split_axes(axes)[1])
-        or bool(_compat.unreduced(x) & set(axes))
+        or any(_compat.unreduced(x) & set(axes) for x in operands)
     )
 
 
@@ -161,9 +161,6 @@ def _jvp(primitive, primals, tangents, **params):
 
 def _batch(op, primitive, axis_data, xs, dims, *, axes, dimension, **params):
     (x,), (d,) = xs, dims
-    if axis_data.name in axes:
-        raise NotImplementedError(
-            f"{op}: traced over the mesh axes {axes}, but batched over one of them."
-        )
+    _collective.check_batch_axis(op, axis_data, axes)
     shifted = dimension + (d is not None and d <= dimension)
     return primitive.bind(x, axes=axes, dimension=shifted, **params), d

@@ -14,6 +14,7 @@ from jax.sharding import get_abstract_mesh
 
 from jax_overlap import _compat, _native, errors
 from jax_overlap._plan import NATIVE_DTYPES, Plan, Situation, lowered
+from jax_overlap._region import names
 from jax_overlap.team import Team, make_team
 
 IMPLEMENTATIONS = ("reference", "native")
@@ -74,7 +75,7 @@ def _check_bound(op: str, axis, x) -> None:
 def _where_it_is(axis, x) -> str:
     """What to say of an axis of a mesh that is set, or on which operands lie."""
     types = [jax.typeof(leaf) for leaf in jax.tree.leaves(x)]
-    cut = [t for t in types if axis in _axes_of(t.sharding.spec)]
+    cut = [t for t in types if any(axis in names(e) for e in t.sharding.spec)]
     if cut:
         return (
             f" An operand is of type {cut[0]}, sharded over {axis!r}, but only "
@@ -86,12 +87,6 @@ def _where_it_is(axis, x) -> str:
     if bound := get_abstract_mesh().manual_axes:
         return f" Bound here are {sorted(map(str, bound))}."
     return ""
-
-
-def _axes_of(spec) -> set:
-    """All axes that a `PartitionSpec` has."""
-    entries = (e if isinstance(e, tuple) else (e,) for e in spec if e is not None)
-    return {a for e in entries for a in e}
 
 
 def checked_groups(op: str, groups, axes: tuple):
@@ -115,6 +110,14 @@ def split_axes(axes: tuple) -> tuple[tuple, tuple]:
         tuple(a for a in axes if a in manual),
         tuple(a for a in axes if a not in manual),
     )
+
+
+def check_batch_axis(op: str, axis_data, axes) -> None:
+    """Refuses to be batched over an axis of the collective."""
+    if axis_data.name in axes:
+        raise NotImplementedError(
+            f"{op}: traced over the mesh axes {axes}, but batched over one of them."
+        )
 
 
 def make_varying(x, axes: tuple):

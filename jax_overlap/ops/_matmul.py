@@ -36,11 +36,11 @@ _NATIVE_RESULTS = {
 
 
 # ------------------------------------------------------------- public arguments
-def promoted(x, *ws):
-    """`x` and the weights in their common type, as in `x @ w`."""
-    x, *ws = (jnp.asarray(a) for a in (x, *ws))
-    dtype = jnp.result_type(x, *ws)
-    return [a.astype(dtype) for a in (x, *ws)]
+def promoted(*operands):
+    """The operands in their common type, as in `x @ w`."""
+    operands = [jnp.asarray(a) for a in operands]
+    dtype = jnp.result_type(*operands)
+    return [a.astype(dtype) for a in operands]
 
 
 def dims_of_matmul(op: str, dims, x, w):
@@ -72,21 +72,20 @@ def hashable(precision):
     return tuple(precision) if isinstance(precision, list) else precision
 
 
-def result_type(x_shape, x, w, dims, precision, preferred):
-    """Shape and dtype of the dot_general; refuses what it refuses, in its words."""
-    dot = partial(
+def dot_general(dims, precision, preferred_element_type):
+    """`lax.dot_general` with these options, as a function of x and w."""
+    return partial(
         lax.dot_general,
         dimension_numbers=dims,
         precision=precision,
-        preferred_element_type=preferred,
+        preferred_element_type=preferred_element_type,
     )
+
+
+def result_type(dot, x_shape, x, w):
+    """Shape and dtype of what `dot` makes; refuses what it refuses, in its words."""
     operands = ((x_shape, x.dtype), (w.shape, w.dtype))
     return jax.eval_shape(dot, *(jax.ShapeDtypeStruct(*o) for o in operands))
-
-
-def check_algorithm(op, implementation, algorithm, algorithms=ALGORITHMS):
-    """`_collective.check_options` of these ops."""
-    _collective.check_options(op, implementation, algorithm, algorithms)
 
 
 def check_native(op: str, implementation, x, out_dtype) -> None:
@@ -126,7 +125,7 @@ def add_bias(op: str, y, bias):
 # -------------------------------------------------- local parts, in the form
 def dot(x, w, transposed: bool, dtype, precision=None):
     """The matmul of one rank: [g, a, q, k] and [g, k, n] -> [g, a, q, n]."""
-    x, w = _same_type(x, w)
+    x, w = promoted(x, w)
     dims = (((3,), (2 if transposed else 1,)), ((0,), (0,)))
     y = lax.dot_general(x, w, dims, precision=precision, preferred_element_type=dtype)
     return y.astype(dtype)
@@ -134,7 +133,7 @@ def dot(x, w, transposed: bool, dtype, precision=None):
 
 def weight_gradient(x, ct, transposed: bool, dtype, precision):
     """The cotangent of w in `dot`, of x and the cotangent of the result."""
-    x, ct = _same_type(x, ct)
+    x, ct = promoted(x, ct)
     pair = (ct, x) if transposed else (x, ct)
     dims = (((1, 2), (1, 2)), ((0,), (0,)))
     wide = jnp.promote_types(x.dtype, dtype)
@@ -142,21 +141,10 @@ def weight_gradient(x, ct, transposed: bool, dtype, precision):
     return dw.astype(dtype)
 
 
-def _same_type(*arrays):
-    dtype = jnp.result_type(*arrays)
-    return [a.astype(dtype) for a in arrays]
-
-
 def same_varying(axes, *arrays):
     """Marks all as varying over `axes` and whatever one of them varies over."""
     names = set(axes).union(*(_compat.varying(a) for a in arrays))
     return [_collective.make_varying(a, tuple(sorted(names, key=str))) for a in arrays]
-
-
-def in_one_type(xs, ws):
-    """Operands that a rule brings together (a cotangent may be wider), in one dtype."""
-    dtype = jnp.result_type(*xs, *ws)
-    return [a.astype(dtype) for a in (*xs, *ws)]
 
 
 # ------------------------------------------------------------------- primitives
@@ -260,7 +248,7 @@ def _lower(op, primitive, reference, ctx, *operands, **params):
         params["axes"],
         operands,
         algorithm=ALGORITHMS[plan.algorithm],
-        cut=CUTS.get(params.get("cut", "rows"), 0),
+        cut=CUTS[params.get("cut", "rows")],
         wide=x.dtype != out.dtype,
         # Shapes of x and of w [g, k, n], an operand after the other.
         x_shapes=np.array([a.shape for a in ctx.avals_in[:xs]], np.int64).reshape(-1),
@@ -276,14 +264,6 @@ def _lower(op, primitive, reference, ctx, *operands, **params):
 
 
 # --------------------------------------------------------------------- batching
-def check_batch_axis(op: str, axis_data, axes) -> None:
-    """Refuses to be batched over an axis of the collective."""
-    if axis_data.name in axes:
-        raise NotImplementedError(
-            f"{op}: traced over the mesh axes {axes}, but batched over one of them."
-        )
-
-
 def fold_batch(axis_data, xs, x_dims, ws, w_dims, transposed, *, into_cols: bool):
     """Operands with the batch dimension folded into one of the form.
 

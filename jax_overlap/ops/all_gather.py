@@ -79,7 +79,7 @@ def all_gather(
         dimension = _block.from_front(axis, ndim)
         if (
             to != "varying"
-            or _block.left_to_lax(leaf, axes)
+            or _block.left_to_lax(axes, leaf)
             or not 0 <= dimension < ndim
         ):
             return lax.all_gather(

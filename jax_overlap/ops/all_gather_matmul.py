@@ -124,7 +124,7 @@ def all_gather_matmul(
       True
     """
     op = "all_gather_matmul"
-    _matmul.check_algorithm(op, implementation, algorithm)
+    _collective.check_options(op, implementation, algorithm, _matmul.ALGORITHMS)
     precision = _matmul.hashable(precision)
     axes = _collective.canonical_axes(op, axis_name, (x, w))
     groups = _block.checked_groups(op, axis_index_groups, axes)
@@ -138,8 +138,8 @@ def all_gather_matmul(
     dims = [_matmul.dims_of_matmul(op, n, x, w) for n, w in zip(dims, ws, strict=True)]
     size = _block.group_size(axes, groups)
     d = _block.from_front(gather_dimension, x.ndim)
-    dot = {"precision": precision, "preferred_element_type": preferred_element_type}
-    if not 0 <= d < x.ndim or any(_block.left_to_lax(a, axes) for a in (x, *ws)):
+    dots = [_matmul.dot_general(n, precision, preferred_element_type) for n in dims]
+    if not 0 <= d < x.ndim or _block.left_to_lax(axes, x, *ws):
         gathered = lax.all_gather(
             x,
             axes if isinstance(axis_name, list) else axis_name,
@@ -147,15 +147,12 @@ def all_gather_matmul(
             axis_index_groups=axis_index_groups,
             tiled=True,
         )
-        ys = [
-            lax.dot_general(gathered, w, n, **dot)
-            for w, n in zip(ws, dims, strict=True)
-        ]
+        ys = [dot(gathered, w) for dot, w in zip(dots, ws, strict=True)]
     else:
         shape = [n * (size if i == d else 1) for i, n in enumerate(x.shape)]
         outs = [
-            _matmul.result_type(shape, x, w, n, *dot.values())
-            for w, n in zip(ws, dims, strict=True)
+            _matmul.result_type(dot, shape, x, w)
+            for dot, w in zip(dots, ws, strict=True)
         ]
         _matmul.check_native(op, implementation, x, outs[0].dtype)
         forms = _forms(dims, x, ws, d)
@@ -264,7 +261,7 @@ def _bind_alike(x, ws, forms, return_gathered: bool, params):
 
 def bind(x, ws, *, axes, transposed, gathered, **params):
     """Binds the primitive; returns (results, gathered operand or None)."""
-    x, *ws = _matmul.same_varying(axes, *_matmul.in_one_type([x], ws))
+    x, *ws = _matmul.same_varying(axes, *_matmul.promoted(x, *ws))
     outs = all_gather_matmul_p.bind(
         x,
         *ws,
@@ -366,7 +363,7 @@ ad.primitive_transposes[matmul_reduce_scatter.matmul_reduce_scatter_p] = partial
 
 # ------------------------------------------------------------------ batching
 def _batch(axis_data, operands, dims, *, axes, transposed, gathered, **params):
-    _matmul.check_batch_axis("all_gather_matmul", axis_data, axes)
+    _collective.check_batch_axis("all_gather_matmul", axis_data, axes)
     if all(d is None for d in dims):
         outs = all_gather_matmul_p.bind(
             *operands, axes=axes, transposed=transposed, gathered=gathered, **params

@@ -84,7 +84,7 @@ def all_to_all(
             _block.from_front(a, leaf.ndim) for a in (split_axis, concat_axis)
         )
         if (
-            _block.left_to_lax(leaf, axes)
+            _block.left_to_lax(axes, leaf)
             or not (0 <= split < leaf.ndim and 0 <= concat < leaf.ndim)
             or not _block.fits(leaf.shape[split], size, tiled)
         ):

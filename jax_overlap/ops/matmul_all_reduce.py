@@ -82,26 +82,16 @@ def matmul_all_reduce(
       (2, 3)
     """
     op = "matmul_all_reduce"
-    _matmul.check_algorithm(op, implementation, algorithm, ("in_place",))
+    _collective.check_options(op, implementation, algorithm, ("in_place",))
     precision = _matmul.hashable(precision)
     axes = _collective.canonical_axes(op, axis_name, (x, w))
     x, w = _matmul.promoted(x, w)
     dims = _matmul.dims_of_matmul(op, dimension_numbers, x, w)
-    out = _matmul.result_type(x.shape, x, w, dims, precision, preferred_element_type)
+    dot = _matmul.dot_general(dims, precision, preferred_element_type)
+    out = _matmul.result_type(dot, x.shape, x, w)
     # Of booleans, lax.psum makes integers.
-    if (
-        _block.left_to_lax(x, axes)
-        or _block.left_to_lax(w, axes)
-        or out.dtype == np.bool_
-    ):
-        y = lax.dot_general(
-            x,
-            w,
-            dims,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-        )
-        return _matmul.add_bias(op, lax.psum(y, axis_name), bias)
+    if _block.left_to_lax(axes, x, w) or out.dtype == np.bool_:
+        return _matmul.add_bias(op, lax.psum(dot(x, w), axis_name), bias)
     _matmul.check_native(op, implementation, x, out.dtype)
     form = form_of(dims, x.ndim, w.ndim, "", 0)
     y = bind(
@@ -121,7 +111,7 @@ def matmul_all_reduce(
 
 def bind(xs, ws, *, axes, **params):
     """Binds the primitive: the sum of all x_i @ w_i over the ranks."""
-    operands = _matmul.in_one_type(xs, ws)
+    operands = _matmul.promoted(*xs, *ws)
     if params["invariant"]:
         operands = _matmul.same_varying(axes, *operands)
     (y,) = matmul_all_reduce_p.bind(*operands, axes=axes, xs=len(xs), **params)
@@ -144,10 +134,6 @@ matmul_all_reduce_p = _matmul.make_primitive(
 
 
 # ----------------------------------------------------------- differentiation
-def _jvp(primals, tangents, **params):
-    return _scatter.jvp_of_sum(bind, primals, tangents, **params)
-
-
 def _transpose(
     cts, *operands, axes, xs, transposed, invariant, implementation, precision, **_
 ):
@@ -176,7 +162,7 @@ def _transpose(
     return out
 
 
-ad.primitive_jvps[matmul_all_reduce_p] = _jvp
+ad.primitive_jvps[matmul_all_reduce_p] = partial(_scatter.jvp_of_sum, bind)
 ad.primitive_transposes[matmul_all_reduce_p] = _transpose
 batching.fancy_primitive_batchers[matmul_all_reduce_p] = partial(
     _scatter.batch_sum, "matmul_all_reduce", bind

@@ -111,31 +111,24 @@ def matmul_reduce_scatter(
       True
     """
     op = "matmul_reduce_scatter"
-    _matmul.check_algorithm(op, implementation, algorithm)
+    _collective.check_options(op, implementation, algorithm, _matmul.ALGORITHMS)
     precision = _matmul.hashable(precision)
     axes = _collective.canonical_axes(op, axis_name, (x, w))
     groups = _block.checked_groups(op, axis_index_groups, axes)
     x, w = _matmul.promoted(x, w)
     dims = _matmul.dims_of_matmul(op, dimension_numbers, x, w)
-    out = _matmul.result_type(x.shape, x, w, dims, precision, preferred_element_type)
+    dot = _matmul.dot_general(dims, precision, preferred_element_type)
+    out = _matmul.result_type(dot, x.shape, x, w)
     size = _block.group_size(axes, groups)
     d = _block.from_front(scatter_dimension, out.ndim)
     if (
-        _block.left_to_lax(x, axes)
-        or _block.left_to_lax(w, axes)
+        _block.left_to_lax(axes, x, w)
         or out.dtype == np.bool_
         or not 0 <= d < out.ndim
         or not _block.fits(out.shape[d], size, True)
     ):
-        y = lax.dot_general(
-            x,
-            w,
-            dims,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-        )
         y = lax.psum_scatter(
-            y,
+            dot(x, w),
             axes if isinstance(axis_name, list) else axis_name,
             scatter_dimension=scatter_dimension,
             axis_index_groups=axis_index_groups,
@@ -173,7 +166,7 @@ def _cut(dims, x_ndim: int, d: int) -> tuple[str, int]:
 
 def bind(xs, ws, *, axes, **params):
     """Binds the primitive: the sum of all x_i @ w_i, reduced and scattered."""
-    operands = _matmul.same_varying(axes, *_matmul.in_one_type(xs, ws))
+    operands = _matmul.same_varying(axes, *_matmul.promoted(*xs, *ws))
     (y,) = matmul_reduce_scatter_p.bind(*operands, axes=axes, xs=len(xs), **params)
     return y
 
@@ -207,10 +200,6 @@ def jvp_of_sum(bind_op, primals, tangents, *, xs, transposed, **params):
     if not left:
         return [y], [ad.Zero(_compat.tangent_type(y))]
     return [y], [bind_op(left, right, transposed=tuple(flags), **params)]
-
-
-def _jvp(primals, tangents, **params):
-    return jvp_of_sum(bind, primals, tangents, **params)
 
 
 def transpose(gather_matmul, cts, *operands, xs, transposed, out_dtype, cut, **params):
@@ -271,7 +260,7 @@ def zeros_for(operands):
     ]
 
 
-ad.primitive_jvps[matmul_reduce_scatter_p] = _jvp
+ad.primitive_jvps[matmul_reduce_scatter_p] = partial(jvp_of_sum, bind)
 
 
 # ------------------------------------------------------------------ batching
@@ -279,7 +268,7 @@ def batch_sum(
     op, bind_op, axis_data, operands, dims, *, axes, xs, transposed, **params
 ):
     """Batches a linear collective of a sum of matmuls."""
-    _matmul.check_batch_axis(op, axis_data, axes)
+    _collective.check_batch_axis(op, axis_data, axes)
     if all(d is None for d in dims):
         params.update(axes=axes, transposed=transposed)
         return [bind_op(operands[:xs], operands[xs:], **params)], [None]

@@ -78,7 +78,7 @@ def psum_scatter(
         size = _block.group_size(axes, axis_index_groups)
         dimension = _block.from_front(scatter_dimension, leaf.ndim)
         if (
-            _block.left_to_lax(leaf, axes)
+            _block.left_to_lax(axes, leaf)
             or not 0 <= dimension < leaf.ndim
             or not _block.fits(leaf.shape[dimension], size, tiled)
         ):
