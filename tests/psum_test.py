@@ -34,15 +34,6 @@ class PsumBatching(op_contract_batching.Batching):
     op = PSUM
 
 
-def in_rank_order(x):
-    """The sum as it is promised: rank after rank, in fp32 or the type if wider."""
-    adding = x.dtype if x.dtype.itemsize >= 4 else np.dtype(np.float32)
-    total = x[0].astype(adding)
-    for part in x[1:]:
-        total = total + part.astype(adding)
-    return np.broadcast_to(total.astype(x.dtype), x.shape)
-
-
 class PsumBits(op_contract.Contract):
     op = PSUM
 
@@ -72,7 +63,7 @@ class PsumBits(op_contract.Contract):
                     sums = self.psums(x, algorithms=("one_shot", "two_shot"))
                     for algorithm, got in sums.items():
                         self.assertTrue(
-                            tools.bits(got) == tools.bits(in_rank_order(x)),
+                            tools.bits(got) == tools.bits(tools.in_rank_order(x)),
                             f"{algorithm}, {n} ranks, {size} elements",
                         )
 
@@ -81,11 +72,15 @@ class PsumBits(op_contract.Contract):
         layout = line(4, order=(2, 0, 3, 1))
         got = self.psums(x, layout, ("one_shot", "two_shot"))
         self.assertNotEqual(
-            tools.bits(in_rank_order(x)[0]),
-            tools.bits(in_rank_order(x[[2, 0, 3, 1]])[0]),  # else this shows nothing
+            tools.bits(tools.in_rank_order(x)[0]),
+            tools.bits(
+                tools.in_rank_order(x[[2, 0, 3, 1]])[0]
+            ),  # else this shows nothing
         )
         for algorithm, sums in got.items():
-            self.assertTrue(tools.bits(sums) == tools.bits(in_rank_order(x)), algorithm)
+            self.assertTrue(
+                tools.bits(sums) == tools.bits(tools.in_rank_order(x)), algorithm
+            )
 
     @named(f32=(np.float32,), bf16=(BF16,))
     def test_an_element_has_the_same_bits_in_a_larger_array(self, dtype):

@@ -126,11 +126,10 @@ struct GatherGrids {
   std::vector<Grid> grids;
 };
 
-// Block `index` of the results of `rank`.
+// Block `index` of the results of `rank`, of `all` of them.
 template <class T, class Out>
-void AllGatherMatmulBlock(const MatmulShape& s, const MatmulOperands& operands, int rank,
-                          size_t index) {
-  const GatherGrids all(s);
+void AllGatherMatmulBlock(const MatmulShape& s, const MatmulOperands& operands,
+                          const GatherGrids& all, int rank, size_t index) {
   size_t i = 0;
   for (; index >= all.grids[i].size(); ++i) index -= all.grids[i].size();
   const Grid& grid = all.grids[i];
@@ -254,8 +253,9 @@ struct AllGatherMatmul {
   template <class T, class Out>
   static void RunTask(const MatmulShape& s, const MatmulOperands& operands, size_t task, bool) {
     const int rank = static_cast<int>(task % s.ranks);
-    const size_t index = task / s.ranks, blocks = GatherGrids(s).size();
-    if (index < blocks) return AllGatherMatmulBlock<T, Out>(s, operands, rank, index);
+    const GatherGrids all(s);
+    const size_t index = task / s.ranks, blocks = all.size();
+    if (index < blocks) return AllGatherMatmulBlock<T, Out>(s, operands, all, rank, index);
     GatherOperand<T>(s, operands, rank, static_cast<int>(index - blocks));
   }
 

@@ -25,16 +25,14 @@ inline SumPart ReducedPart(const MatmulShape& s, int rank) {
 template <class T, class Out>
 void MatmulAllReduceBlock(const MatmulShape& s, const MatmulOperands& operands, int rank,
                           size_t index) {
-  // As nothing is cut in x, its outer dimension is not one of its own.
-  const MatmulShape flat{s.cut, s.ranks, s.batch, 1, s.outer * s.rows, s.products};
-  const SumPart part = ReducedPart(flat, rank);
+  const SumPart part = ReducedPart(s, rank);
   const Block block = part.grid.At(index);
   const size_t cols = s.products[0].cols;
   Scratch<Acc<T>> scratch;
   Acc<T>* const sum = scratch.Get(block.rows * block.cols);
-  SumBlocks<T>(flat, operands, part, block, sum, block.cols);
+  SumBlocks<T>(s, operands, part, block, sum, block.cols);
   for (size_t r = 0; r < block.rows; ++r) {
-    const size_t row = block.batch * flat.rows + part.row_map.At(block.row + r);
+    const size_t row = block.batch * s.outer * s.rows + part.row_map.At(block.row + r);
     const size_t at = row * cols + part.first_col + block.col;
     Out* const mine = operands.out<Out>(0, rank) + at;
     StoreRow<T>(sum + r * block.cols, block.cols, mine);

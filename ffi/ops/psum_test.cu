@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/p2p_link.cuh"
+#include "core/test_data.h"
 #include "core/testing.h"
 #include "ops/psum_kernel.cuh"
 
@@ -86,14 +87,6 @@ void OnAllDevices(F f) {
 }
 void Synchronize() {
   OnAllDevices([](int) { JO_CUDA(cudaDeviceSynchronize()); });
-}
-
-template <class T>
-T FromInt(int value) {
-  return Numeric<T>::Narrow(static_cast<Acc<T>>(value));
-}
-int InputAt(int rank, size_t i, int call) {
-  return static_cast<int>((i * 5 + i / 11 + rank * 3 + call * 2) % 7) - 3;
 }
 
 // Memory of a rank's device between guards.

@@ -16,6 +16,7 @@
 #include "core/fibers.h"
 #include "core/host_link.h"
 #include "core/sum.h"
+#include "core/test_data.h"
 #include "core/testing.h"
 
 namespace jax_overlap {
@@ -56,15 +57,6 @@ class DelayedLink : public HostLink<Direct> {
   }
   std::minstd_rand random_;
 };
-
-// Small integers are exact in every type, so every order of the sum gives them.
-template <class T>
-T FromInt(int value) {
-  return Numeric<T>::Narrow(static_cast<Acc<T>>(value));
-}
-inline int InputAt(int rank, size_t i, int call) {
-  return static_cast<int>((i * 5 + i / 11 + rank * 3 + call * 2) % 7) - 3;
-}
 
 constexpr unsigned char kGuard = 0xA5;
 

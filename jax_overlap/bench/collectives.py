@@ -89,18 +89,10 @@ def _row(
     values = np.random.default_rng(0).standard_normal(ranks * length)
     x = jax.device_put(values.astype(dtype), NamedSharding(mesh, P("x")))
 
-    def compiled(call):
-        f = jax.shard_map(
-            lambda v: call(v, "x"),
-            mesh=mesh,
-            in_specs=P("x"),
-            out_specs=P("x"),
-            check_vma=False,
-        )
-        f = jax.jit(f)
-        return lambda: f(x)
-
-    variants = {name: compiled(call) for name, call in calls.items()}
+    variants = {
+        name: harness.on_ranks(call, mesh, [x], P("x"), P("x"))
+        for name, call in calls.items()
+    }
     return {
         "op": op,
         "ranks": ranks,

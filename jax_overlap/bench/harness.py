@@ -54,6 +54,19 @@ def interleave(
     return times
 
 
+def on_ranks(call: Callable, mesh, operands, in_specs, out_specs):
+    """A function that runs `call(*shards, "x")` on the ranks of a mesh."""
+    f = jax.shard_map(
+        lambda *shards: call(*shards, "x"),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+    f = jax.jit(f)
+    return lambda: f(*operands)
+
+
 def compare(
     variants: dict[str, Callable[[], object]],
     baseline: str,

@@ -66,18 +66,10 @@ def _row(op, calls, specs, mesh, size: int, args) -> dict:
 
     operands = [operand(spec) for spec in specs[:2]]
 
-    def compiled(call, out_spec):
-        f = jax.shard_map(
-            lambda x, w: call(x, w, "x"),
-            mesh=mesh,
-            in_specs=specs[:2],
-            out_specs=out_spec,
-            check_vma=False,
-        )
-        f = jax.jit(f)
-        return lambda: f(*operands)
-
-    variants = {name: compiled(call, specs[2]) for name, call in calls.items()}
+    variants = {
+        name: harness.on_ranks(call, mesh, operands, specs[:2], specs[2])
+        for name, call in calls.items()
+    }
     return {
         "op": op,
         "ranks": mesh.devices.size,
