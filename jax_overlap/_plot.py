@@ -1,4 +1,4 @@
-"""The picture of a `jax_overlap.schedule.Timeline`. Needs matplotlib."""
+"""The picture of a `jax_overlap._timeline.Timeline`. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from jax_overlap.schedule import Span, Timeline
+from jax_overlap._timeline import Span, Timeline
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, and their text.
 _STYLES: dict[str, dict[str, Any]] = {

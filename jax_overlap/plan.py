@@ -13,7 +13,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from jax_overlap import schedule
+from jax_overlap import _timeline
 from jax_overlap._plan import Plan as Plan
 
 _DPI = 120
@@ -23,9 +23,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jax_overlap.plan",
         description="Draws the timeline of an op: what each rank computes and sends "
-        "when, by the model of jax_overlap.schedule. Nothing is run or measured.",
+        "when, by a model of jax_overlap.schedule. Nothing is run or measured.",
     )
-    parser.add_argument("--op", choices=schedule.OPS, default="matmul_reduce_scatter")
+    parser.add_argument("--op", choices=_timeline.OPS, default="matmul_reduce_scatter")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument(
         "--sub-slices", type=int, default=1, help="pieces of a slice, sent one by one"
@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ratio",
         type=float,
         help="time to send a slice over time to compute it, of the matmuls (default "
-        f"{schedule.DEFAULT_RATIO})",
+        f"{_timeline.DEFAULT_RATIO})",
     )
     parser.add_argument(
         "--out",
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _summary(timeline: schedule.Timeline) -> str:
+def _summary(timeline: _timeline.Timeline) -> str:
     waits = max(timeline.time(rank, "wait") for rank in range(timeline.ranks))
     plural = "" if timeline.ranks == 1 else "s"
     return (
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Writes the picture; its arguments are those of the command."""
     args = _parser().parse_args(argv)
     try:
-        timeline = schedule.timeline(args.op, args.ranks, args.sub_slices, args.ratio)
+        timeline = _timeline.timeline(args.op, args.ranks, args.sub_slices, args.ratio)
     except ValueError as error:
         sys.exit(f"jax_overlap.plan: {error}")
     try:

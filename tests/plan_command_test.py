@@ -6,7 +6,7 @@ import tempfile
 import contract_tools as tools
 from absl.testing import absltest, parameterized
 
-from jax_overlap import _plot, plan, schedule
+from jax_overlap import _plot, _timeline, plan
 
 PNG = b"\x89PNG"
 PICTURE = (
@@ -49,7 +49,7 @@ class Command(parameterized.TestCase):
         self.assertTrue(self.out.read_bytes().startswith(PNG))
 
     @parameterized.product(
-        op=tuple(schedule.OPS), size=(("1", "1"), ("2", "1"), ("5", "3"))
+        op=tuple(_timeline.OPS), size=(("1", "1"), ("2", "1"), ("5", "3"))
     )
     def test_every_op(self, op, size):
         ranks, sub_slices = size
@@ -90,7 +90,7 @@ class Command(parameterized.TestCase):
 
 class Picture(absltest.TestCase):
     def test_shows_every_slice_and_every_send(self):
-        figure = _plot.draw(schedule.timeline("matmul_reduce_scatter", 8))
+        figure = _plot.draw(_timeline.timeline("matmul_reduce_scatter", 8))
         (axes,) = figure.axes
         texts = [text.get_text() for text in axes.texts]
         for n in range(8):
@@ -103,7 +103,7 @@ class Picture(absltest.TestCase):
         self.assertLen(legend, 4)  # nobody waits
 
     def test_waits_are_drawn_where_sending_is_slower(self):
-        figure = _plot.draw(schedule.timeline("all_gather_matmul", 4, ratio=2))
+        figure = _plot.draw(_timeline.timeline("all_gather_matmul", 4, ratio=2))
         hatched = [patch for patch in figure.axes[0].patches if patch.get_hatch()]
         self.assertLen(hatched, 4 * 3)
         self.assertIn("wait", [t.get_text() for t in figure.legends[0].get_texts()])

@@ -8,7 +8,7 @@ import re
 
 from absl.testing import absltest, parameterized
 
-from jax_overlap import schedule
+from jax_overlap import _timeline, schedule
 
 HEADER = pathlib.Path(__file__).parent.parent / "ffi" / "core" / "schedule.h"
 MATMULS = ("matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce")
@@ -124,7 +124,7 @@ def on_timelines(*ops, subs=(1, 2, 3), ratios=RATIOS, **kw):
             for op, ranks, sub in itertools.product(ops, range(1, 10), subs):
                 for ratio in ratios if op in MATMULS else (None,):
                     try:
-                        test(self, schedule.timeline(op, ranks, sub, ratio, **kw))
+                        test(self, _timeline.timeline(op, ranks, sub, ratio, **kw))
                     except AssertionError as error:
                         error.add_note(f"{op}, {ranks=}, {sub=}, {ratio=}")
                         raise
@@ -181,7 +181,7 @@ class Timelines(parameterized.TestCase):
                 ],
             )
 
-    @on_timelines(*schedule.OPS)
+    @on_timelines(*_timeline.OPS)
     def test_everything_is_sent_once(self, t):
         others = t.ranks - 1
         for rank, spans in enumerate(t.spans):
@@ -202,14 +202,14 @@ class Timelines(parameterized.TestCase):
             phases = (t.op in SCATTERS) + (t.op in GATHERS)
             self.assertLen(sends, phases * others * t.sub_slices)
 
-    @on_timelines(*schedule.OPS)
+    @on_timelines(*_timeline.OPS)
     def test_in_a_step_the_destinations_differ(self, t):
         sends = [of_kind(spans, "send") for spans in t.spans]
         for step in zip(*sends, strict=True):
             self.assertLen({send.peer for send in step}, t.ranks)
             self.assertLen({round(send.start, 6) for send in step}, 1)
 
-    @on_timelines(*schedule.OPS)
+    @on_timelines(*_timeline.OPS)
     def test_slots_are_added_in_rank_order(self, t):
         slots = range(t.ranks if t.op in SCATTERS and t.ranks > 1 else 0)
         for rank, spans in enumerate(t.spans):
@@ -218,7 +218,7 @@ class Timelines(parameterized.TestCase):
                 [(rank, sub, slot) for sub in range(t.sub_slices) for slot in slots],
             )
 
-    @on_timelines(*schedule.OPS)
+    @on_timelines(*_timeline.OPS)
     def test_worker_and_link_do_one_thing_at_a_time(self, t):
         for spans in t.spans:
             for kinds in (("compute", "wait", "reduce"), ("send",)):
@@ -226,14 +226,14 @@ class Timelines(parameterized.TestCase):
                 for before, after in itertools.pairwise(lane):
                     self.assertLessEqual(before.end, after.start + 1e-9)
 
-    @on_timelines(*schedule.OPS)
+    @on_timelines(*_timeline.OPS)
     def test_the_worker_is_never_idle_without_a_wait(self, t):
         for spans in t.spans:
             busy = of_kind(spans, "compute", "wait", "reduce")
             length = sum(span.end - span.start for span in busy)
             self.assertAlmostEqual(length, busy[-1].end if busy else 0)
 
-    @on_timelines(*schedule.OPS)
+    @on_timelines(*_timeline.OPS)
     def test_nothing_is_used_before_it_has_come(self, t):
         arrived = {
             (send.peer, source, send.slice, send.sub): send.end
@@ -262,12 +262,12 @@ class Timelines(parameterized.TestCase):
                 self.assertGreaterEqual(send.start, source[send.slice, send.sub] - 1e-9)
 
     def test_a_wait_names_whom_for(self):
-        t = schedule.timeline("all_gather_matmul", 4, ratio=2)
+        t = _timeline.timeline("all_gather_matmul", 4, ratio=2)
         for rank, spans in enumerate(t.spans):
             waits = [(s.slice, s.peer) for s in of_kind(spans, "wait")]
             others = [(rank - step) % 4 for step in (1, 2, 3)]
             self.assertEqual(waits, [(other, other) for other in others])
-        t = schedule.timeline("matmul_reduce_scatter", 4, ratio=2)
+        t = _timeline.timeline("matmul_reduce_scatter", 4, ratio=2)
         for rank, spans in enumerate(t.spans):
             # The last partial to come is that of the rank before, which sent it last.
             (wait,) = of_kind(spans, "wait")
@@ -284,7 +284,7 @@ class Timelines(parameterized.TestCase):
     )
     def test_refuses(self, args, kw, words):
         with self.assertRaisesRegex(ValueError, words):
-            schedule.timeline(*args, **kw)
+            _timeline.timeline(*args, **kw)
 
 
 class Words(parameterized.TestCase):
@@ -332,8 +332,9 @@ class Words(parameterized.TestCase):
             schedule.describe("psum", "ring", 8)
 
     def test_examples(self):
-        failed, run = doctest.testmod(schedule)
-        self.assertEqual((failed, run > 0), (0, True))
+        for module in (schedule, _timeline):
+            failed, run = doctest.testmod(module)
+            self.assertEqual((failed, run > 0), (0, True), module)
 
 
 if __name__ == "__main__":
