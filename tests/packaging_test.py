@@ -131,6 +131,8 @@ def _repository_files():
     else:
         folders = ("jax_overlap", "ffi", "tests", "examples")
         paths = [path for name in folders for path in (_ROOT / name).rglob("*.*")]
+        # What .gitignore names there: Python and the build put the folder into these.
+        paths = [p for p in paths if p.suffix not in (".pyc", ".so")]
     return [path for path in paths if path.is_file()]
 
 
