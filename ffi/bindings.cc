@@ -65,6 +65,7 @@ NB_MODULE(_ffi, m) {
       },
       nb::arg("wait_timeout_s"), nb::arg("heap_bytes"));
   m.def("report_errors_at_exit", [] { Ledger::Get().ReportAtExit(); });
+  m.def("ledger", [] { return nb::capsule(&Ledger::Get()); });
   m.def("last_errors", [] { return Ledger::Get().Texts(); });
   m.def("clear_errors", [] { Ledger::Get().Clear(); });
 }

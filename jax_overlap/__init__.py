@@ -8,6 +8,7 @@ says what each op will do and why; `info()` what is loaded.
 
 from jax_overlap import sharded as sharded
 from jax_overlap._info import info as info
+from jax_overlap._init import init as init
 from jax_overlap.errors import OverlapError as OverlapError
 from jax_overlap.errors import clear_errors as clear_errors
 from jax_overlap.errors import last_errors as last_errors

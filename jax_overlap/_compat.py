@@ -15,11 +15,14 @@ from jax._src import api_util as _api_util
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import parallel as _parallel
 from jax.extend import linear_util
 from jax.extend.mlir.dialects import stablehlo
+from jax.sharding import AbstractMesh
 from jaxlib import xla_client as _xla_client
 
 OLDEST_JAXLIB = "0.10.2"
@@ -94,6 +97,30 @@ def manual_mesh(ctx):
     """The mesh and the manual axes of a lowering context inside `shard_map`."""
     axis_context = ctx.module_context.axis_context
     return axis_context.mesh, axis_context.manual_axes
+
+
+def mesh_devices(mesh) -> list | None:
+    """The devices of a mesh, in its order; None if it is abstract."""
+    return None if isinstance(mesh, AbstractMesh) else list(mesh.devices.flat)
+
+
+def lower_for_devices(primitive) -> None:
+    """Has programs with `primitive` lowered anew for other devices.
+
+    Lowered modules are otherwise shared between meshes of one shape, while the devices
+    are attributes of our custom calls on GPUs.
+    """
+    _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def lowering_platform(backend: str) -> str:
+    """The platform that programs for a backend are lowered for: "gpu" is "cuda" or "rocm"."""
+    return _xla_bridge.canonicalize_platform(backend)
+
+
+def coordination_client():
+    """The client of the coordination service of `jax.distributed`, or None."""
+    return _distributed.global_state.client
 
 
 def platforms(ctx) -> tuple[str, ...]:

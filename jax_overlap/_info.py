@@ -7,7 +7,7 @@ import platform
 
 import jax
 
-from jax_overlap import _compat, _native, config, errors
+from jax_overlap import _compat, _cuda, _native, config, errors
 from jax_overlap._plan import lowered
 
 _PACKAGES = ("jax-overlap", "jax", "jaxlib", "flax")
@@ -23,6 +23,8 @@ def info() -> dict:
       "devices": {platform: number of devices}.
       "native": {"loaded", "why_missing", "targets", "built_for_ffi", "runtime_ffi",
         "test_build"}.
+      "gpu": {"loaded", "why_not", "team", "ranks_on_a_gpu"}: of the module for GPUs;
+        the team is "p2p" (one process) or "nvshmem", None before the first native op.
       "settings": {environment variable: its value, or the default}.
       "lowered": a list of {"op", "implementation", "algorithm", "reason", "count"},
         one for each kind of call lowered in this process; fallbacks to `jax.lax`
@@ -33,6 +35,7 @@ def info() -> dict:
         "versions": _versions(),
         "devices": _devices(),
         "native": _native_info(),
+        "gpu": _cuda.describe(),
         "settings": {v.name: v.read() for v in config.VARIABLES},
         "lowered": lowered.rows(),
         "errors": errors.last_errors(),

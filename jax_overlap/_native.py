@@ -61,6 +61,15 @@ def mutant(name: str) -> bool:
     )
 
 
+def test_switch(name: str) -> bool:
+    """Whether a test build runs with `JAX_OVERLAP_<name>=1`."""
+    return (
+        ffi is not None
+        and ffi.testing
+        and os.environ.get(f"JAX_OVERLAP_{name}", "") == "1"
+    )
+
+
 def check_process() -> None:
     """Raises in a process forked from one that had imported this package."""
     if forked:

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import threading
 
-from jax_overlap import _native
+from jax_overlap import _native, config
 from jax_overlap.schedule import describe
 from jax_overlap.team import Team
 
@@ -24,6 +24,16 @@ PSUM_ALGORITHMS = {"one_shot": 0, "two_shot": 1, "nvrar": 2}
 # CPU ranks can read each other's operands, which is faster from the start (see
 # benchmarks/): cells serve the sizes where both cost next to nothing.
 ONE_SHOT_MAX_BYTES = 256
+# On GPUs they do while a rank sends no more than this: with P ranks its operands go to
+# P - 1 others, in twice their bytes, where two_shot sends them twice at most.
+GPU_ONE_SHOT_MAX_SENT_BYTES = 512 << 10
+
+# In place of an algorithm: the call is better left to `jax.lax`.
+LEFT_TO_LAX = "lax"
+
+# Ops that have kernels for GPUs, and the ranks these serve (ffi/core/gpu_channel.h).
+GPU_OPS = ("psum",)
+_MAX_GPU_RANKS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +83,16 @@ class Situation:
     mesh_axes: frozenset
     manual_axes: frozenset
     processes: int
+    why_no_gpu: str = ""  # of a program for GPUs: why it cannot be native there
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the call is for NVIDIA GPUs, and for nothing else."""
+        return self.platforms == ("cuda",)
 
 
 def why_not_native(
-    team: Team, dtype, situation: Situation, implementation: str | None
+    op: str, team: Team, dtype, situation: Situation, implementation: str | None
 ) -> str:
     """The reason for which a call has to lower to `jax.lax`; empty if it has not."""
     automatic = situation.mesh_axes - situation.manual_axes
@@ -84,11 +100,16 @@ def why_not_native(
         return "implementation='reference'"
     if str(dtype) not in NATIVE_DTYPES:  # no numpy type for keys of jax.random
         return f"dtype {dtype} is not among {', '.join(NATIVE_DTYPES)}"
-    if situation.platforms != ("cpu",):
+    if situation.platforms != ("cpu",) and not (situation.on_gpu and op in GPU_OPS):
         return f"there is no native code for {', '.join(situation.platforms)} yet"
     if _native.ffi is None:
         return _native.why_missing
-    if situation.processes > 1:
+    if situation.on_gpu:
+        if situation.why_no_gpu:
+            return situation.why_no_gpu
+        if team.ranks > _MAX_GPU_RANKS:
+            return f"{team.ranks} ranks are more than {_MAX_GPU_RANKS}"
+    elif situation.processes > 1:
         return "on CPU, native ops serve one process, and this program has several"
     if automatic:
         return (
@@ -114,8 +135,8 @@ def make_plan(
     """The plan of `op` on `avals`, which have one dtype.
 
     `choose(bytes of a rank's operands)` gives the algorithm of a native call and the
-    reason; `no_elements` says whether there is nothing to move (default: no operand
-    has an element).
+    reason, or LEFT_TO_LAX and why; `no_elements` says whether there is
+    nothing to move (default: no operand has an element).
     """
     operands = tuple(a.str_short() for a in avals)
     dtype = avals[0].dtype
@@ -125,7 +146,7 @@ def make_plan(
             op, tuple(axes), operands, kind, algorithm, team.ranks, team.nodes, reason
         )
 
-    if reason := why_not_native(team, dtype, situation, implementation):
+    if reason := why_not_native(op, team, dtype, situation, implementation):
         return plan("lax", None, reason)
     if team.ranks == 1:
         return plan("identity", None, "one rank")
@@ -134,20 +155,37 @@ def make_plan(
     if no_elements:
         return plan("identity", None, "no elements")
     algorithm, reason = choose(sum(a.size for a in avals) * dtype.itemsize)
+    if algorithm == LEFT_TO_LAX:
+        return plan("lax", None, reason)
     return plan("native", algorithm, "; ".join(filter(None, (reason, team.note))))
 
 
 def choose_psum_algorithm(
-    nbytes: int, team: Team, forced: str | None
+    nbytes: int,
+    team: Team,
+    situation: Situation,
+    implementation: str | None,
+    forced: str | None,
 ) -> tuple[str, str]:
-    """The algorithm for `nbytes` a rank, and the reason."""
+    """The algorithm for `nbytes` a rank, or LEFT_TO_LAX, and the reason."""
+    if not team.reaches_all and forced not in (None, "nvrar"):
+        return LEFT_TO_LAX, f"algorithm={forced!r} stores to all ranks, but {team.note}"
     if forced is not None:
         return forced, f"algorithm={forced!r}"
+    most = ONE_SHOT_MAX_BYTES
+    if situation.on_gpu:
+        limit = config.PSUM_MAX_BYTES.read()
+        if nbytes > limit and implementation is None:
+            return LEFT_TO_LAX, (
+                f"{nbytes} bytes are more than {limit}, where NCCL is as fast "
+                f"({config.PSUM_MAX_BYTES.name})"
+            )
+        most = GPU_ONE_SHOT_MAX_SENT_BYTES // max(1, team.ranks - 1)
     if team.nodes > 1:
         return "nvrar", f"{team.nodes} nodes of {team.node_size} ranks"
-    if nbytes <= ONE_SHOT_MAX_BYTES:
-        return "one_shot", f"{nbytes} bytes are at most {ONE_SHOT_MAX_BYTES}"
-    return "two_shot", f"{nbytes} bytes are more than {ONE_SHOT_MAX_BYTES}"
+    if nbytes <= most:
+        return "one_shot", f"{nbytes} bytes are at most {most}"
+    return "two_shot", f"{nbytes} bytes are more than {most}"
 
 
 class Counter:

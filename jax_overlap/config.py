@@ -63,7 +63,8 @@ HEAP_BYTES = Variable(
     256 << 20,
     _positive_int,
     "a positive number of bytes",
-    "the size of a team's symmetric heap, of each rank; read at import",
+    "the size of the symmetric heap of each rank (on CPU of each team); read at import, "
+    "on GPUs at the first native op",
 )
 NODE_SIZE = Variable(
     "JAX_OVERLAP_NODE_SIZE",
@@ -74,4 +75,13 @@ NODE_SIZE = Variable(
     "that share a host; read when a function is lowered",
 )
 
-VARIABLES = (WAIT_TIMEOUT_S, HEAP_BYTES, NODE_SIZE)
+PSUM_MAX_BYTES = Variable(
+    "JAX_OVERLAP_PSUM_MAX_BYTES",
+    2 << 20,
+    _positive_int,
+    "a positive number of bytes",
+    "the size of a rank's operands above which psum on GPUs is left to NCCL; read when "
+    "a function is lowered",
+)
+
+VARIABLES = (WAIT_TIMEOUT_S, HEAP_BYTES, NODE_SIZE, PSUM_MAX_BYTES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 from jax.extend import core
 
+from jax_overlap import _compat
 from jax_overlap._plan import Plan
 from jax_overlap.ops._collective import plan_call, planners
 
@@ -33,8 +34,13 @@ def explain(fn, *args, platform: str | None = None, **kwargs) -> list[Plan]:
       ['psum']
     """
     jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
-    platform = platform or jax.default_backend()
+    platform = platform or _platform()
     return list(_plans(jaxpr.jaxpr, None, frozenset(), platform))
+
+
+def _platform() -> str:
+    """What programs are lowered for: "cuda", where `jax.default_backend()` is "gpu"."""
+    return _compat.lowering_platform(jax.default_backend())
 
 
 def _plans(jaxpr, mesh, manual, platform):

@@ -6,7 +6,6 @@ result is seen by itself, and a replica that differs is seen too.
 """
 
 import dataclasses
-import functools
 import os
 import re
 import subprocess
@@ -16,8 +15,11 @@ import cpu_devices  # noqa: F401  sets the environment, before jax comes
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from contract_devices import LAYOUTS, Layout, line  # noqa: F401
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import jax_overlap.testing
 
 BF16 = jnp.bfloat16
 F16 = np.float16
@@ -30,73 +32,6 @@ ROUNDOFF = {
     np.dtype(np.float32): 2.0**-24,
     np.dtype(np.float64): 2.0**-53,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """A mesh, and the axes of it over which an op acts (major first)."""
-
-    shape: tuple[int, ...]
-    names: tuple[str, ...]
-    axes: tuple[str, ...]
-    order: tuple[int, ...] | None = None  # index of the device at each position
-    axis_type: AxisType = AxisType.Auto
-
-    @property
-    def size(self) -> int:
-        return int(np.prod(self.shape))
-
-    @property
-    def team(self) -> int:
-        return int(np.prod([self.shape[self.names.index(a)] for a in self.axes]))
-
-    @property
-    def axis_name(self):
-        return self.axes[0] if len(self.axes) == 1 else self.axes
-
-    @functools.cached_property
-    def mesh(self) -> jax.sharding.Mesh:
-        devices = np.array(
-            jax.devices()[: self.size]
-            if self.order is None
-            else [jax.devices()[i] for i in self.order]
-        )
-        types = (self.axis_type,) * len(self.names)
-        return jax.sharding.Mesh(devices.reshape(self.shape), self.names, types)
-
-    @property
-    def teams(self) -> np.ndarray:
-        """Positions of the ranks of each team, in rank order: [teams, team]."""
-        acted = [self.names.index(a) for a in self.axes]
-        others = [i for i in range(len(self.names)) if i not in acted]
-        grid = np.arange(self.size).reshape(self.shape)
-        return grid.transpose(others + acted).reshape(-1, self.team)
-
-    def __str__(self) -> str:
-        text = "x".join(map(str, self.shape)) + "_over_" + "".join(self.axes)
-        text += "" if self.order is None else "_order_" + "".join(map(str, self.order))
-        return text + ("" if self.axis_type == AxisType.Auto else "_explicit")
-
-
-def line(n: int, **kw) -> Layout:
-    return Layout((n,), ("x",), ("x",), **kw)
-
-
-LAYOUTS = (
-    line(8, order=(3, 1, 4, 0, 5, 7, 2, 6)),
-    line(3, order=(7, 2, 5)),
-    line(4, axis_type=AxisType.Explicit),
-    Layout((2, 4), ("a", "b"), ("a",)),
-    Layout((2, 4), ("a", "b"), ("b",)),
-    Layout((2, 4), ("a", "b"), ("a", "b")),
-    Layout((2, 4), ("a", "b"), ("b", "a")),
-    Layout((3, 2), ("a", "b"), ("a",), order=(6, 1, 5, 0, 3, 2)),
-    Layout((4, 2), ("a", "b"), ("b",), axis_type=AxisType.Explicit),
-    Layout((1, 5), ("a", "b"), ("a", "b")),
-    Layout((2, 2, 2), ("a", "b", "c"), ("b",)),
-    Layout((2, 2, 2), ("a", "b", "c"), ("a", "c")),
-    Layout((2, 2, 2), ("a", "b", "c"), ("c", "a", "b"), order=(7, 6, 5, 4, 3, 2, 1, 0)),
-)
 
 
 def stacked(fn, layout: Layout, *, check_vma: bool = True):
@@ -112,9 +47,12 @@ def stacked(fn, layout: Layout, *, check_vma: bool = True):
     )
 
 
-def place(tree, layout: Layout):
-    """Puts stacked numpy arrays on the devices, each process its own parts."""
-    sharding = NamedSharding(layout.mesh, P(layout.names))
+def place(tree, layout: Layout, axis: int = 0):
+    """Puts stacked numpy arrays on the devices, each process its own parts.
+
+    axis: the dimension along which they are stacked.
+    """
+    sharding = NamedSharding(layout.mesh, P(*(None,) * axis, layout.names))
     return jax.tree.map(
         lambda a: jax.make_array_from_callback(a.shape, sharding, lambda i: a[i]), tree
     )
@@ -184,7 +122,7 @@ class Child:
     timed_out: bool = False
 
 
-def _child_path() -> str:
+def child_path() -> str:
     """Children import these tools, and whatever jax_overlap this process uses."""
     here = os.path.dirname(os.path.abspath(__file__))
     return os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
@@ -193,7 +131,8 @@ def _child_path() -> str:
 def run_child(*argv: str, env: dict[str, str | None] | None = None, limit: float = 60):
     """Runs `python *argv`, `env` added to the environment, for `limit` seconds."""
 
-    full = dict(os.environ, PYTHONFAULTHANDLER="1", PYTHONPATH=_child_path())
+    full = dict(os.environ, PYTHONFAULTHANDLER="1", PYTHONPATH=child_path())
+    full.pop(jax_overlap.testing.LAUNCH, None)  # the child is no rank
     for key, value in (env or {}).items():
         full.pop(key, None)
         if value is not None:

@@ -1,7 +1,8 @@
 """Eight CPU devices for the tests. To be imported before jax.
 
 Under pytest conftest.py does it; a test file that runs by itself does it through
-contract_tools.py; child processes inherit it.
+contract_tools.py; child processes inherit it. JAX_PLATFORMS=cuda leaves everything
+as it is, and so does jax_overlap.testing.launch, which gives each process its device.
 """
 
 import os
@@ -16,12 +17,17 @@ _XLA_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=20",
 )
 
+_launched = bool(os.environ.get("JAX_OVERLAP_LAUNCH"))
+_default = "" if _launched else "cpu"
+ON_CPU = (os.environ.get("JAX_PLATFORMS") or _default).split(",")[0] == "cpu"
+# How many devices there are; None: whatever JAX says.
+DEVICES = _DEVICES if ON_CPU and not _launched else None
+
 _given = os.environ.get("XLA_FLAGS", "").split()
-if not set(_XLA_FLAGS) <= set(_given):
+if DEVICES is not None and not set(_XLA_FLAGS) <= set(_given):
     if "jax" in sys.modules:
         raise RuntimeError("jax was imported before tests/cpu_devices.py set it up")
     os.environ["XLA_FLAGS"] = " ".join([*_given, *_XLA_FLAGS])
-    # "cuda" runs the same tests on GPUs.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["JAX_PLATFORMS"] = "cpu"
     # XLA sizes its thread pool by this. With fewer threads than ranks it starves.
     os.environ["NPROC"] = str(2 * _DEVICES)

@@ -12,11 +12,14 @@ summation; `lax` is asked only what structure and types should be.
 """
 
 import dataclasses
+import hashlib
 import os
 import zlib
 from collections.abc import Callable
 from unittest import mock
 
+import contract_devices as devices
+import contract_processes as processes
 import contract_tools as tools
 import jax
 import numpy as np
@@ -25,11 +28,11 @@ from contract_tools import BF16, F16, LAYOUTS, Layout, line
 
 import jax_overlap
 
-TEAM_SIZES = (1, 2, 3, 4, 5, 6, 8)
+TEAM_SIZES = devices.team_sizes((1, 2, 3, 4, 5, 6, 8))
 SIZES = (0, 1, 3, 7, 8, 255, 256, 257, 4095, 4096, 4097)
 # A row of bytes that ends off a 16-byte line, in every way that two-byte types can.
 RAGGED = (1, 7, 255, 8192 - 1, *(8192 + k for k in range(1, 8)))
-NODE_SPLITS = ((8, 8), (8, 4), (8, 2), (8, 1), (6, 3), (6, 2), (5, 1), (4, 2), (3, 1))
+NODE_SPLITS = devices.node_splits()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +120,9 @@ class Contract(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.seed = zlib.crc32(self.id().encode()) % 10**6
+        self._comparisons = 0
+        # What one test has broken does not stop those after it.
+        self.addCleanup(jax_overlap.clear_errors)
         self.assertEqual(jax_overlap.last_errors(), [])
 
     def tearDown(self):
@@ -147,9 +153,37 @@ class Contract(parameterized.TestCase):
                     self.assertFalse(bad.any(), f"{off[bad]} off at {position}")
                 else:
                     np.testing.assert_array_equal(part, expected, f"at {position}")
-            for team in () if replicas_of is None else replicas_of.teams:
-                seen = {tools.bits(parts[p]) for p in team if p in parts}
-                self.assertLessEqual(len(seen), 1, "ranks hold different bits")
+            if replicas_of is not None:
+                self.assert_replicas(parts, replicas_of)
+
+    def assert_replicas(self, parts, layout: Layout):
+        """The ranks of each team hold the same bits, also those of other processes.
+
+        parts: of this process, by position. In every process it has to be called for
+        the same, as they wait for one another.
+        """
+        digests = {}
+        for i, team in enumerate(layout.teams):
+            seen = {tools.bits(parts[p]) for p in team if p in parts}
+            self.assertLessEqual(len(seen), 1, "ranks hold different bits")
+            for text in seen:
+                digests[str(i)] = hashlib.sha256(text).hexdigest()
+        self._comparisons += 1
+        key = f"{self.id()}/{self._comparisons}"
+        self.assertEqual(
+            processes.differing(key, digests), [], "teams hold different bits"
+        )
+
+    def assert_global(self, got, want):
+        """The parts of a global array that this process holds are as in `want`."""
+        self.assertEqual(got.shape, want.shape)
+        for shard in got.addressable_shards:
+            np.testing.assert_array_equal(shard.data, want[shard.index])
+
+    def need_lax(self):
+        """Skips where XLA's own collectives do not run."""
+        if not processes.lax_runs():
+            self.skipTest("needs a GPU for each rank: NCCL refuses to share one")
 
     def check(
         self,
@@ -237,7 +271,7 @@ class Values(Contract):
     )
     def test_types(self, dtype):
         with jax.enable_x64(dtype == np.float64):
-            for n in (2, 6):
+            for n in devices.team_sizes((2, 6)):
                 if dtype in self.op.dtypes:
                     self.check_sizes(line(n), RAGGED, dtype, self.algorithms)
                 else:
@@ -245,6 +279,7 @@ class Values(Contract):
 
     def check_left_to_lax(self, layout, sizes, dtype):
         """What is no type of the op goes to lax, is counted, and is right there."""
+        self.need_lax()
         before = lowered(self.op.name, "lax", np.dtype(dtype).name)
         self.check_sizes(layout, sizes, dtype, [None], calls=0, foreign=True)
         after = lowered(self.op.name, "lax", np.dtype(dtype).name)
@@ -252,7 +287,7 @@ class Values(Contract):
 
     @named(f32=(np.float32,), bf16=(BF16,), f16=(F16,), f64=(np.float64,))
     def test_random_data_stay_within_the_derived_bound(self, dtype):
-        op, layout = self.op, line(8)
+        op, layout = self.op, line(devices.ranks(8))
         with jax.enable_x64(dtype == np.float64):
             cases = [
                 op.operands(layout, s, dtype, self.seed + s, tools.normal)
@@ -273,7 +308,7 @@ class Values(Contract):
                         op.run(*c, axis_name="x", algorithm=algorithm) for c in cases
                     ]
 
-                for split in ("8", "2"):
+                for split in (str(layout.team), "1" if layout.team % 2 else "2"):
                     with (
                         self.subTest(algorithm=algorithm, node=split),
                         node_size(split),
@@ -282,16 +317,16 @@ class Values(Contract):
                             fn, layout, tuple(cases), want, calls=3, replicas=True
                         )
 
-    @named(**{str(n): (n,) for n in (4, 6)})
+    @named(**{str(n): (n,) for n in devices.team_sizes((4, 6))})
     def test_around_each_switch_of_algorithm(self, n):
         """Sizes at which the choice changes, as `explain` tells it, and one off."""
         for dtype in (np.float32, BF16):
-            chosen = [self.chosen(line(n), 2**k, dtype) for k in range(18)]
+            chosen = [self.chosen(line(n), 2**k, dtype) for k in range(20)]
             if not self.op.switches:
                 self.assertLen(set(chosen), 1)
                 continue
             sizes = []
-            for k in range(17):
+            for k in range(19):
                 low, high = 2**k, 2 ** (k + 1)
                 if chosen[k] == chosen[k + 1]:
                     continue
@@ -328,13 +363,15 @@ class Values(Contract):
 
     @named(f32=(np.float32,), bf16=(BF16,))
     def test_many_chunks(self, dtype):
-        self.check_sizes(line(4), (self.op.many,), dtype, self.algorithms)
-        for split in ("2", "1") if self.op.switches else ():
+        layout = line(devices.ranks(4))
+        self.check_sizes(layout, (self.op.many,), dtype, self.algorithms)
+        splits = ("1",) if layout.team % 2 else ("2", "1")
+        for split in splits if self.op.switches else ():
             with node_size(split):
-                self.check_sizes(line(4), (self.op.many,), dtype, [None])
+                self.check_sizes(layout, (self.op.many,), dtype, [None])
 
     def test_same_bits_in_100_runs(self):
-        op, layout = self.op, line(8)
+        op, layout = self.op, line(devices.ranks(8))
         operands = tools.place(
             op.operands(layout, 3001, BF16, self.seed, tools.normal), layout
         )
@@ -354,6 +391,8 @@ class Values(Contract):
                     )
                 )
             self.assertLen(seen, 1, algorithm)
+            if op.invariant:
+                self.assert_replicas(tools.fetch(got), layout)
 
 
 def node_size(text: str):

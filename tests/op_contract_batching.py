@@ -88,14 +88,16 @@ class Batching(OnFourRanks):
         wanted = np.stack([self.want(self.layout, o, np.float32) for o in batch])
         for axis in (0, 1):
             together = [np.stack(group, axis) for group in zip(*batch, strict=True)]
-            got = jax.jit(jax.vmap(fn, in_axes=axis))(*together)
-            np.testing.assert_array_equal(got, wanted)
+            placed = tools.place(together, self.layout, axis=1 - axis)
+            got = jax.jit(jax.vmap(fn, in_axes=axis))(*placed)
+            self.assert_global(got, wanted)
         both = jax.vmap(lambda z, *a: fn(*a), in_axes=(0, *(None,) * len(batch[0])))
-        got = jax.jit(both)(jnp.arange(2), *batch[0])
-        np.testing.assert_array_equal(got, np.stack([wanted[0]] * 2))
+        got = jax.jit(both)(jnp.arange(2), *tools.place(batch[0], self.layout))
+        self.assert_global(got, np.stack([wanted[0]] * 2))
 
     @both_modes
     def test_grad_of_vmap(self, check_vma):
+        self.need_lax_to_transpose(check_vma)
         batch = [
             self.op.operands(self.layout, self.size, np.float32, self.seed + i)
             for i in range(3)
@@ -135,9 +137,9 @@ class Batching(OnFourRanks):
                 layout,
                 check_vma=False,
             )
-        )(*together)
+        )(*tools.place(together, layout))
         # Rank (v, x): "v" is major, so stack the teams that way.
         flat = tuple(np.concatenate(group) for group in zip(*batch, strict=True))
         wanted = np.asarray(self.op.reference(*(tools.wide(a) for a in flat)))
         wanted = wanted.reshape(3, n, *wanted.shape[1:]).swapaxes(0, 1)
-        np.testing.assert_array_equal(got, wanted)
+        self.assert_global(got, wanted)

@@ -6,15 +6,20 @@ site, or of a rank that runs ahead.
 
 import functools
 
+import contract_devices as devices
 import contract_tools as tools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from contract_tools import Layout, line
+from contract_devices import grid
+from contract_tools import line
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from op_contract import Contract, named
+
+# Or as many as there are.
+EIGHT, FOUR = line(devices.ranks(8)), line(devices.ranks(4))
 
 
 class Programs(Contract):
@@ -28,30 +33,30 @@ class Programs(Contract):
 
     def test_eager(self):
         for check_vma in (True, False):
-            operands, want = self.exact(line(4), 33)
-            fn = tools.stacked(self.call, line(4), check_vma=check_vma)
-            self.assert_stacked(fn(*tools.place(operands, line(4))), want)
+            operands, want = self.exact(FOUR, 33)
+            fn = tools.stacked(self.call, FOUR, check_vma=check_vma)
+            self.assert_stacked(fn(*tools.place(operands, FOUR)), want)
 
     def test_jit_of_jit(self):
-        operands, want = self.exact(line(8), 33)
+        operands, want = self.exact(EIGHT, 33)
         inner = jax.jit(lambda *a: jax.jit(self.call)(*a))
-        self.check(inner, line(8), operands, want, calls=1)
+        self.check(inner, EIGHT, operands, want, calls=1)
 
     def test_ahead_of_time(self):
-        operands, want = self.exact(line(8), 65)
-        program = jax.jit(tools.stacked(self.call, line(8)))
+        operands, want = self.exact(EIGHT, 65)
+        program = jax.jit(tools.stacked(self.call, EIGHT))
         shaped = jax.eval_shape(program, *operands)
         self.assertEqual((shaped.shape, shaped.dtype), (want.shape, want.dtype))
-        compiled = program.lower(*tools.place(operands, line(8))).compile()
-        self.assert_stacked(compiled(*tools.place(operands, line(8))), want)
+        compiled = program.lower(*tools.place(operands, EIGHT)).compile()
+        self.assert_stacked(compiled(*tools.place(operands, EIGHT)), want)
 
     def test_compiled_before_and_run_on_other_data_later(self):
-        program = jax.jit(tools.stacked(self.call, line(8)))
+        program = jax.jit(tools.stacked(self.call, EIGHT))
         for i in range(5):
-            operands, want = self.exact(line(8), 100, i)
-            self.assert_stacked(program(*tools.place(operands, line(8))), want)
+            operands, want = self.exact(EIGHT, 100, i)
+            self.assert_stacked(program(*tools.place(operands, EIGHT)), want)
 
-    @named(**{str(n): (n,) for n in (2, 8)})
+    @named(**{str(n): (n,) for n in devices.team_sizes((2, 8))})
     def test_shrinking_and_growing_sizes(self, n):
         fn = jax.jit(tools.stacked(self.call, line(n)))
         for i, size in enumerate((64, 8, 70_000, 64, 1, 3, 70_000, 17)):
@@ -60,15 +65,16 @@ class Programs(Contract):
             self.assert_stacked(got, want)
 
     def test_between_collectives_of_lax(self):
-        layout = line(8)
+        self.need_lax()
+        layout, n = EIGHT, EIGHT.team
         a, want_a = self.exact(layout, 500, 1)
         b, want_b = self.exact(layout, 70, 2)
-        x = tools.exact(self.seed, (8, 31), np.float32)
+        x = tools.exact(self.seed, (n, 31), np.float32)
 
         def fn(a, x, b):
             first = lax.psum(x, "x")
             one = self.call(*a)
-            shifted = lax.ppermute(x, "x", [(i, (i + 1) % 8) for i in range(8)])
+            shifted = lax.ppermute(x, "x", [(i, (i + 1) % n) for i in range(n)])
             two = self.call(*b)
             return first, one, shifted, two, lax.psum(shifted, "x")
 
@@ -77,7 +83,7 @@ class Programs(Contract):
         self.check(fn, layout, (a, x, b), want, calls=2, foreign=True, repeats=10)
 
     def test_two_independent_ops_of_unlike_sizes(self):
-        layout = line(8)
+        layout = EIGHT
         a, want_a = self.exact(layout, 40_000, 1)
         b, want_b = self.exact(layout, 5, 2)
         self.check(
@@ -92,7 +98,7 @@ class Programs(Contract):
     @named(twice=(2,), eight_times=(8,))
     def test_one_jitted_helper_called(self, times):
         """The helper is lowered once and inlined, so the sites look all alike."""
-        layout = line(8)
+        layout = EIGHT
         cases = [self.exact(layout, 600, i) for i in range(times)]
         helper = jax.jit(self.call)
         self.check(
@@ -108,7 +114,7 @@ class Programs(Contract):
     def test_200_calls_back_to_back(self, size):
         """The operand lies in the same memory in each step: a rank that is ahead
         writes the next step's values there while others may still read."""
-        layout, steps = line(4), 200 if size < 1000 else 20
+        layout, steps = FOUR, 200 if size < 1000 else 20
         operands, want = self.exact(layout, size)
         factors = np.arange(1, steps + 1, dtype=np.float32)
 
@@ -125,7 +131,7 @@ class Programs(Contract):
 
     def test_a_chain_in_which_each_call_needs_the_last(self):
         """No rank may run ahead into the data of a step that others still read."""
-        layout = line(8)
+        layout = EIGHT
         operands, want = self.exact(layout, 257)
 
         def fn(*operands):
@@ -141,10 +147,11 @@ class Programs(Contract):
         self.check(fn, layout, operands, [want] * 12, calls=12, repeats=5)
 
     def test_16_independent_ops_with_matmuls_and_lax_psums_between(self):
-        layout = line(8)
-        w = np.broadcast_to(np.eye(64, dtype=np.float32), (8, 64, 64))
+        self.need_lax()
+        layout, n = EIGHT, EIGHT.team
+        w = np.broadcast_to(np.eye(64, dtype=np.float32), (n, 64, 64))
         cases = [self.exact(layout, 64 * 4, i) for i in range(16)]
-        x = [tools.exact(self.seed + i, (8, 64, 64), np.float32) for i in range(16)]
+        x = [tools.exact(self.seed + i, (n, 64, 64), np.float32) for i in range(16)]
 
         def fn(w, x, cases):
             return [
@@ -160,8 +167,8 @@ class Programs(Contract):
         self.check(fn, layout, operands, want, calls=16, foreign=True, repeats=6)
 
     def test_axes_in_turn_in_one_program(self):
-        grid = (2, 4), ("a", "b")
-        turns = [Layout(*grid, axes) for axes in (("a",), ("b",), ("a", "b"), ("a",))]
+        turns = [grid(*axes) for axes in ("a", "b", "ab", "a")]
+        calls = sum(t.team > 1 for t in turns)
         operands = [
             self.op.operands(t, 90, np.float32, self.seed + i)
             for i, t in enumerate(turns)
@@ -176,11 +183,10 @@ class Programs(Contract):
                 for o, t in zip(operands, turns, strict=True)
             ]
 
-        self.check(fn, turns[0], tuple(operands), want, calls=4, repeats=10)
+        self.check(fn, turns[0], tuple(operands), want, calls=calls, repeats=10)
 
     def test_a_loop_over_two_axes(self):
-        a = Layout((2, 4), ("a", "b"), ("a",))
-        b = Layout((2, 4), ("a", "b"), ("b",))
+        a, b = grid("a"), grid("b")
         x = self.op.operands(a, 90, np.float32, self.seed)
         y = self.op.operands(b, 90, np.float32, self.seed + 1)
 
@@ -203,7 +209,7 @@ class Programs(Contract):
 
     @named(auto=(AxisType.Auto,), explicit=(AxisType.Explicit,))
     def test_mesh_from_the_context(self, axis_type):
-        layout = Layout((2, 4), ("a", "b"), ("b",), axis_type=axis_type)
+        layout = grid("b", axis_type=axis_type)
         operands, want = self.exact(layout, 24)
         spec = P(("a", "b"))
         with jax.set_mesh(layout.mesh):
@@ -219,8 +225,14 @@ class Programs(Contract):
         self.assert_stacked(got, want)
 
     def test_shard_map_within_shard_map(self):
-        """One axis made manual outside, the other inside: all are, so ours runs."""
-        layout = Layout((2, 4), ("a", "b"), ("b",))
+        """One axis made manual outside, the other inside: all are, so ours runs.
+
+        On GPUs in a context that has the devices of the mesh: what is inside is lowered
+        with an abstract one.
+        """
+        layout = grid("b")
+        if jax.default_backend() == "gpu":
+            self.enterContext(jax.set_mesh(layout.mesh))
         operands, want = self.exact(layout, 24)
 
         def inner(*operands):
@@ -249,7 +261,7 @@ class Programs(Contract):
     def test_typed_as_lax_types_it(self):
         """The same varying axes, shape and dtype as the lax op, for what goes in."""
         for axes in ("b", "a", ("a", "b"), ("b", "a")):
-            layout = Layout((2, 4), ("a", "b"), tuple(axes))
+            layout = grid(*axes)
             operands = self.op.operands(layout, 24, np.float32, self.seed)
             for check_vma in (True, False):
                 seen = []
@@ -270,7 +282,7 @@ class Programs(Contract):
                 self.assertEqual(ours.mat.varying, varying if check_vma else set())
 
     def test_out_specs_take_or_refuse_the_result_as_lax_does(self):
-        layout = line(8)
+        layout = EIGHT
         operands = self.op.operands(layout, 24, np.float32, self.seed)
         fn = jax.shard_map(
             lambda *a: self.call(*(v[0] for v in a)),
@@ -291,7 +303,7 @@ class Programs(Contract):
             np.testing.assert_array_equal(shard.data, want[0])
 
     def test_operands_survive_and_may_be_donated(self):
-        layout = line(8)
+        layout = EIGHT
         operands, want = self.exact(layout, 5000)
         program = jax.jit(
             tools.stacked(self.call, layout),

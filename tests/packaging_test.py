@@ -8,10 +8,12 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tomllib
 
 from absl.testing import absltest
 
 import jax_overlap
+from jax_overlap import _nvshmem
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _IMPORT_LIMIT_S = 0.5
@@ -100,6 +102,20 @@ class VersionTest(absltest.TestCase):
     def test_has_an_entry_in_the_changelog(self):
         changelog = (_ROOT / "CHANGELOG.md").read_text()
         self.assertIn(f"\n## {jax_overlap.__version__}", changelog)
+
+
+class ExtrasTest(absltest.TestCase):
+    def test_require_the_nvshmem_that_the_loader_takes(self):
+        oldest, untested = (
+            ".".join(map(str, version))
+            for version in (_nvshmem.OLDEST, _nvshmem.FIRST_UNTESTED)
+        )
+        project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+        extras = project["optional-dependencies"]
+        for cuda in ("12", "13"):
+            wheel = f"nvidia-nvshmem-cu{cuda}>={oldest},<{untested}"
+            for extra in (f"cuda{cuda}", f"cuda{cuda}-local"):
+                self.assertEqual(extras[extra], [f"jax[{extra}]", wheel])
 
 
 class RepositoryTest(absltest.TestCase):

@@ -32,7 +32,7 @@ class ReadmeTest(absltest.TestCase):
             "for name in ('ops.psum', 'ops.psum_scatter', 'ops.all_gather',\n"
             "    'ops.all_to_all', 'ops.matmul_reduce_scatter',\n"
             "    'ops.all_gather_matmul', 'ops.matmul_all_reduce', 'explain',\n"
-            "    'rewrite', 'schedule', 'sharded'):\n"
+            "    'rewrite', 'schedule', 'sharded', 'testing'):\n"
             "    module = importlib.import_module('jax_overlap.' + name)\n"
             "    failed, run = doctest.testmod(module)\n"
             "    print(name, run)\n"

@@ -43,18 +43,38 @@ JO_HD size_t SlotOf(uint64_t sequence) {
   return sequence & 1;
 }
 
+// The sequence numbers of a call: those after the last, which is kept in the word that a
+// channel begins with and is the same on all ranks.
+class Sequence {
+ public:
+  explicit JO_HD Sequence(Word* last) : last_(last), value_(last->value) {}
+
+  JO_HD bool first() const { return value_ == 0; }
+  JO_HD uint64_t Next() {
+    if (!JO_MUTANT("stale_epoch") || value_ == 0) ++value_;
+    return value_;
+  }
+  // After a sync: other threads may not have read it yet.
+  template <class Threads>
+  JO_HD void Keep(const Threads& threads) const {
+    if (threads.index() == 0) last_->value = value_;
+  }
+
+ private:
+  Word* const last_;
+  uint64_t value_;
+};
+
 // f(sequence, begin, end) for chunks of up to `capacity` of `n` elements, each with a
-// sequence number of its own. `last` is the word a channel begins with: the last
-// number used, which is the same on all ranks.
+// sequence number of its own.
 template <class Threads, class F>
 JO_HD void ForChunksInSequence(const Threads& threads, Word* last, size_t n, size_t capacity, F f) {
-  uint64_t sequence = last->value;
+  Sequence sequence(last);
   for (size_t begin = 0; begin < n; begin += capacity) {
-    if (!JO_MUTANT("stale_epoch") || sequence == 0) ++sequence;
-    f(sequence, begin, Min(begin + capacity, n));
+    f(sequence.Next(), begin, Min(begin + capacity, n));
     threads.sync();
   }
-  if (threads.index() == 0) last->value = sequence;
+  sequence.Keep(threads);
 }
 
 }  // namespace jax_overlap

@@ -35,6 +35,7 @@ inline constexpr size_t kSliceAlign<Element> = 1;
 class ExploreLink {
  public:
   static constexpr bool kDirect = false;
+  static constexpr bool kLoadsManyCells = false;
 
   // A cell arrives in so many pieces.
   ExploreLink(Machine& machine, int rank, int cell_pieces, bool failed)

@@ -18,6 +18,7 @@ template <bool Direct>
 class HostLink {
  public:
   static constexpr bool kDirect = Direct;
+  static constexpr bool kLoadsManyCells = false;
   using Clock = std::chrono::steady_clock;
 
   // `heaps`, `inputs` and `outputs` have one entry a rank and outlive the link.

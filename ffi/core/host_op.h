@@ -9,6 +9,8 @@
 #include <string_view>
 #include <vector>
 
+#include "core/abi.h"
+#include "core/element_type.h"
 #include "core/fibers.h"
 #include "core/host_link.h"
 #include "core/rendezvous.h"
@@ -16,9 +18,6 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_overlap {
-
-// Changes with the attributes that all ops have; jax_overlap/_native.py has the same.
-constexpr int64_t kAbi = 1;
 
 // What all calls of one HLO instruction have in common: the part of an op's
 // instantiate state that is not its own.
@@ -156,19 +155,5 @@ struct Handler {
             &Site::id,                                                                           \
             &k##name##Info};                                                                     \
   }
-
-// Calls f with a value of the element type; false if ops do not take the dtype.
-template <class F>
-bool WithElementType(xla::ffi::DataType dtype, F f) {
-  switch (dtype) {
-    case xla::ffi::DataType::F32: f(float{}); return true;
-    case xla::ffi::DataType::BF16: f(BFloat16{}); return true;
-    case xla::ffi::DataType::F16: f(Float16{}); return true;
-    case xla::ffi::DataType::F64: f(double{}); return true;
-    case xla::ffi::DataType::S32: f(int32_t{}); return true;
-    case xla::ffi::DataType::S8: f(int8_t{}); return true;
-    default: return false;
-  }
-}
 
 }  // namespace jax_overlap

@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 
 #include "core/mutants.h"
 
@@ -11,9 +12,31 @@
 
 namespace jax_overlap {
 
-Ledger& Ledger::Get() {
-  static Ledger* const ledger = new Ledger;  // outlives every thread that may record
-  return *ledger;
+namespace {
+
+Ledger*& Current() {
+  static Ledger* ledger = new Ledger;  // outlives every thread that may record
+  return ledger;
+}
+
+}  // namespace
+
+Ledger& Ledger::Get() { return *Current(); }
+
+void Ledger::Use(Ledger* ledger) { Current() = ledger; }
+
+void Ledger::AddSource(std::function<void()> look) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  sources_.push_back(std::move(look));
+}
+
+void Ledger::Look() {
+  std::vector<std::function<void()>> sources;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    sources = sources_;
+  }
+  for (const std::function<void()>& look : sources) look();
 }
 
 void Ledger::Record(const std::string& text) {
@@ -26,7 +49,8 @@ void Ledger::Record(const std::string& text) {
   }
 }
 
-std::vector<std::string> Ledger::Texts() const {
+std::vector<std::string> Ledger::Texts() {
+  Look();
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<std::string> texts = texts_;
   if (dropped_ > 0) texts.push_back("... and " + std::to_string(dropped_) + " more errors");
@@ -34,7 +58,9 @@ std::vector<std::string> Ledger::Texts() const {
 }
 
 void Ledger::Clear() {
+  Look();  // what is known by now is acknowledged
   std::lock_guard<std::mutex> lock(mutex_);
+  ++generation_;
   texts_.clear();
   dropped_ = 0;
 }

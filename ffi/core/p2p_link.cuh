@@ -7,6 +7,7 @@
 // which all SMs share; the kernel reports the status and never traps.
 #pragma once
 
+#include "core/gpu_channel.h"
 #include "core/link.h"
 #include "core/status.h"
 
@@ -15,24 +16,27 @@ namespace jax_overlap {
 class P2pLink {
  public:
   static constexpr bool kDirect = false;
+  static constexpr bool kLoadsManyCells = true;
+  static constexpr int kMaxThreads = kGpuThreads;  // of a block
 
-  // `heaps` has the address of every rank's heap, as this device sees it. `status` is
-  // the block's, in shared memory: what one thread waits for in vain, all have missed.
-  __device__ P2pLink(int rank, int size, char* const* heaps, uint64_t limit_ns, Status* status)
-      : rank_(rank), size_(size), heaps_(heaps), deadline_(Now() + limit_ns), status_(status) {
+  // `status` is the block's, in shared memory: what one thread waits for in vain, all
+  // have missed.
+  __device__ P2pLink(const GpuChannel& channel, Status* status)
+      : channel_(channel), status_(status) {
     if (threadIdx.x == 0) *status = {};
     __syncthreads();
   }
 
-  __device__ int rank() const { return rank_; }
-  __device__ int size() const { return size_; }
+  __device__ int rank() const { return channel_.shape.rank; }
+  __device__ int size() const { return channel_.shape.size; }
   __device__ bool failed() const {
     return *reinterpret_cast<const volatile int32_t*>(&status_->failed) != 0;
   }
 
   template <class T>
   __device__ T* At(T* mine, int peer) const {
-    return reinterpret_cast<T*>(heaps_[peer] + (reinterpret_cast<char*>(mine) - heaps_[rank_]));
+    return reinterpret_cast<T*>(channel_.heaps[peer] +
+                                (reinterpret_cast<char*>(mine) - channel_.own));
   }
   // Peers' operands lie in XLA's pool, which is not mapped.
   template <class T>
@@ -52,20 +56,41 @@ class P2pLink {
                  : "memory");
   }
   __device__ uint64_t LoadCell(const Cell* mine, uint32_t epoch, Where where) {
-    uint32_t data0, epoch0, data1, epoch1;
+    Cell cell;
     do {
-      asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(data0), "=r"(epoch0), "=r"(data1), "=r"(epoch1)
-                   : "l"(mine)
-                   : "memory");
-    } while ((epoch0 != epoch || epoch1 != epoch) && !Expired(epoch, epoch0, where));
-    return static_cast<uint64_t>(data1) << 32 | data0;
+      cell = Read(mine);
+    } while (!Carries(cell, epoch) && !Expired(epoch, cell.epoch0, where));
+    return Data(cell);
+  }
+  // The cells cell_of(k), k < kCount, whose bit in `wanted` is set, of peers first + k.
+  template <int kCount, class CellOf>
+  __device__ void LoadCells(CellOf cell_of, uint32_t wanted, uint32_t epoch, int first,
+                            uint64_t (&data)[kCount]) {
+    uint32_t seen = 0;
+    do {
+      Cell cells[kCount];
+      JO_UNROLL
+      for (int k = 0; k < kCount; ++k) {
+        if (wanted >> k & 1) cells[k] = Read(cell_of(k));
+      }
+      JO_UNROLL
+      for (int k = 0; k < kCount; ++k) {
+        if (!(wanted >> k & 1)) continue;
+        seen = cells[k].epoch0;
+        if (!Carries(cells[k], epoch)) continue;
+        data[k] = Data(cells[k]);
+        wanted &= ~(1u << k);
+      }
+    } while (wanted != 0 && !Expired(epoch, seen, {first + __ffs(wanted) - 1, 0}));
   }
 
   __device__ void Signal(uint64_t* mine, int peer, uint64_t value) const {
+    SignalAt(At(mine, peer), peer, value);
+  }
+  // `theirs` is the peer's.
+  __device__ void SignalAt(uint64_t* theirs, int, uint64_t value) const {
     if (failed()) return;
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(At(mine, peer)), "l"(value)
-                 : "memory");
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(theirs), "l"(value) : "memory");
   }
   __device__ void Wait(const uint64_t* mine, uint64_t value, Where where) {
     uint64_t seen;
@@ -74,31 +99,58 @@ class P2pLink {
     } while (seen < value && !Expired(value, seen, where));
   }
 
+  // The first failure of a block is kept.
+  __device__ void Fail(Failure failure, uint64_t expected, uint64_t seen, Where where) {
+    if (atomicCAS(&status_->failed, kNone, failure) != kNone) return;
+    status_->rank = rank();
+    status_->peer = where.peer;
+    status_->step = where.step;
+    status_->expected = expected;
+    status_->seen = seen;
+  }
+
+ protected:
+  __device__ const GpuChannel& channel() const { return channel_; }
+
  private:
+  static constexpr uint32_t kLooksBetweenClockReads = 64;
+
+  static __device__ Cell Read(const Cell* mine) {
+    Cell cell;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(cell.data0), "=r"(cell.epoch0), "=r"(cell.data1), "=r"(cell.epoch1)
+                 : "l"(mine)
+                 : "memory");
+    return cell;
+  }
+  static __device__ bool Carries(const Cell& cell, uint32_t epoch) {
+    return cell.epoch0 == epoch && cell.epoch1 == epoch;
+  }
+  static __device__ uint64_t Data(const Cell& cell) {
+    return static_cast<uint64_t>(cell.data1) << 32 | cell.data0;
+  }
+
   static __device__ uint64_t Now() {
     uint64_t now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
     return now;
   }
 
-  // Whether to stop waiting; keeps what was waited for when the limit passes.
+  // Whether to stop waiting; keeps what was waited for when the limit passes. The timer is
+  // slow to read: now and then will do, and most waits are over before.
   __device__ bool Expired(uint64_t expected, uint64_t seen, Where where) {
     if (failed()) return true;
-    if (Now() < deadline_) return false;
-    if (atomicCAS(&status_->failed, 0, 1) == 0) {
-      status_->rank = rank_;
-      status_->peer = where.peer;
-      status_->step = where.step;
-      status_->expected = expected;
-      status_->seen = seen;
-    }
+    if (++looks_ % kLooksBetweenClockReads != 0) return false;
+    const uint64_t now = Now();
+    if (deadline_ == 0) deadline_ = now + channel_.limit_ns;
+    if (now < deadline_) return false;
+    Fail(kExpired, expected, seen, where);
     return true;
   }
 
-  const int rank_;
-  const int size_;
-  char* const* const heaps_;
-  const uint64_t deadline_;
+  const GpuChannel& channel_;
+  uint64_t deadline_ = 0;  // from the first reading of the clock on
+  uint32_t looks_ = 0;
   Status* const status_;
 };
 

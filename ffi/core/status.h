@@ -14,8 +14,15 @@ struct Where {
   int step;
 };
 
+enum Failure : int32_t {
+  kNone = 0,
+  kExpired = 1,   // a wait has passed its limit
+  kMismatch = 2,  // a peer takes the call for another one
+  kBroken = 3,    // an earlier call on the channel has failed
+};
+
 struct Status {
-  int32_t failed;  // 0 while all is well; set once, by the first wait that expires
+  int32_t failed;  // a Failure; set once, by the first
   int32_t rank;
   int32_t peer;
   int32_t step;

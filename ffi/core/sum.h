@@ -12,6 +12,7 @@
 #include "core/dtype.h"
 #include "core/mutants.h"
 #include "core/schedule.h"
+#include "core/threads.h"
 
 namespace jax_overlap {
 
@@ -74,11 +75,51 @@ inline void SumTile(int rows, Row row, size_t begin, size_t n, Acc<T>* acc) {
 }
 #endif
 
+#if defined(__CUDACC__)
+// The elements that can be read 16 bytes at a time; returns how many these are. The loads
+// of several rows are under way at once.
+template <class T, class Out, class Threads, class Row>
+JO_HD size_t SumPacks(const Threads& threads, int rows, Row row, size_t n, Out* out) {
+  constexpr int kRows = sizeof(T) == 1 ? 2 : 4;  // more do not fit into the registers
+  constexpr int kCount = Pack<T>::kCount;
+  struct alignas(16) Sums {
+    Out values[kCount];
+  };
+  bool aligned = IsPackAligned(out);
+  for (int r = 0; r < rows; ++r) aligned = aligned && IsPackAligned(row(r));
+  if (!aligned) return 0;
+  const size_t packs = n / kCount;
+  for (size_t i = threads.index(); i < packs; i += threads.count()) {
+    const auto load = [&](int r) { return reinterpret_cast<const Pack<T>*>(row(r))[i]; };
+    Acc<T> sums[kCount];
+    const Pack<T> first = load(0);
+    for (int j = 0; j < kCount; ++j) sums[j] = Numeric<T>::Widen(first.values[j]);
+    for (int begin = 1; begin < rows; begin += kRows) {
+      Pack<T> some[kRows];
+      JO_UNROLL
+      for (int k = 0; k < kRows; ++k) {
+        if (begin + k < rows) some[k] = load(begin + k);
+      }
+      JO_UNROLL
+      for (int k = 0; k < kRows; ++k) {
+        if (begin + k >= rows) break;
+        for (int j = 0; j < kCount; ++j) sums[j] = Accumulate<T>(sums[j], some[k].values[j]);
+      }
+    }
+    Sums result;
+    for (int j = 0; j < kCount; ++j) StoreSum<T>(sums[j], result.values + j);
+    reinterpret_cast<Sums*>(out)[i] = result;
+  }
+  return packs * kCount;
+}
+#endif
+
 template <class T, class Out, class Threads, class Row>
 JO_HD void SumRows(const Threads& threads, int rows, Row row, size_t n, Out* out) {
   if (JO_MUTANT("skip_peer") && rows > 1) --rows;
 #if defined(__CUDACC__)
-  for (size_t i = threads.index(); i < n; i += threads.count()) {
+  const size_t packed = SumPacks<T>(threads, rows, row, n, out);
+  for (size_t i = packed + threads.index(); i < n; i += threads.count()) {
     Acc<T> sum = Numeric<T>::Widen(row(0)[i]);
     for (int r = 1; r < rows; ++r) sum = Accumulate<T>(sum, row(r)[i]);
     StoreSum<T>(sum, out + i);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 
 #include "core/annotations.h"
@@ -29,11 +30,29 @@ struct BlockThreads {
 };
 #endif
 
+#if defined(__CUDACC__)
+// As many elements as one 16-byte access moves.
+template <class T>
+struct alignas(16) Pack {
+  static constexpr int kCount = 16 / sizeof(T);
+  T values[kCount];
+};
+JO_HD bool IsPackAligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+#endif
+
 // Copies `n` elements, by all threads together.
 template <class T, class Threads>
 JO_HD void Copy(const Threads& threads, const T* from, size_t n, T* to) {
 #if defined(__CUDACC__)
-  for (size_t i = threads.index(); i < n; i += threads.count()) to[i] = from[i];
+  size_t done = 0;
+  if (IsPackAligned(from) && IsPackAligned(to)) {
+    const size_t packs = n / Pack<T>::kCount;
+    for (size_t i = threads.index(); i < packs; i += threads.count()) {
+      reinterpret_cast<Pack<T>*>(to)[i] = reinterpret_cast<const Pack<T>*>(from)[i];
+    }
+    done = packs * Pack<T>::kCount;
+  }
+  for (size_t i = done + threads.index(); i < n; i += threads.count()) to[i] = from[i];
 #else
   if (threads.index() == 0) memcpy(to, from, n * sizeof(T));
 #endif

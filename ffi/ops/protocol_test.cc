@@ -255,8 +255,12 @@ std::vector<Protocol> Protocols() {
   const auto at = [](const Scope& s, int call, size_t i) { return i % s.Elements(call); };
   return {
       Psum<OneShot<Element>>("one_shot", [](const Scope&) { return 1; }),
-      Psum<TwoShot<Element, false>>("two_shot", [](const Scope& s) { return s.ranks; }),
-      Psum<Nvrar<Element, false>>("nvrar", [](const Scope& s) { return s.node_size; }),
+      Psum<TwoShot<Element, Steps::kFlags>>("two_shot", [](const Scope& s) { return s.ranks; }),
+      Psum<TwoShot<Element, Steps::kCells>>("two_shot_cells",
+                                            [](const Scope& s) { return s.ranks; }),
+      Psum<Nvrar<Element, Steps::kFlags>>("nvrar", [](const Scope& s) { return s.node_size; }),
+      Psum<Nvrar<Element, Steps::kCells>>("nvrar_cells",
+                                          [](const Scope& s) { return s.node_size; }),
       OnBlocks<PsumScatter>("psum_scatter", true, false,
                             [](const Scope& s, int call, int rank, size_t i) {
                               return SumAt(s, call, rank * s.Elements(call) + i);
@@ -300,7 +304,7 @@ std::vector<Protocol> Protocols() {
 // in the order of a race.
 std::vector<Scope> Scopes(const Protocol& protocol) {
   const Orders states = Orders::kStates, races = Orders::kRaces;
-  if (protocol.name == std::string("nvrar")) {
+  if (std::string(protocol.name).rfind("nvrar", 0) == 0) {
     return {
         Scope{states, 2, 1, 3},  // doubling
         Scope{states, 3, 1, 3},  // with a fold

@@ -36,8 +36,8 @@ template <class T, class F>
 void WithAlgorithm(Algorithm algorithm, F f) {
   switch (algorithm) {
     case Algorithm::kOneShot: return f(OneShot<T>{}, kOneShotChunk / sizeof(T));
-    case Algorithm::kTwoShot: return f(TwoShot<T, true>{}, kUncut);
-    case Algorithm::kNvrar: return f(Nvrar<T, true>{}, kNvrarChunk / sizeof(T));
+    case Algorithm::kTwoShot: return f(TwoShot<T, Steps::kDirect>{}, kUncut);
+    case Algorithm::kNvrar: return f(Nvrar<T, Steps::kDirect>{}, kNvrarChunk / sizeof(T));
   }
 }
 

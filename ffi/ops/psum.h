@@ -2,8 +2,9 @@
 //
 // Written once for CPU and GPU, on the seams Threads (core/threads.h) and Link
 // (core/link.h). Each algorithm is a class with
-//   Bytes(team, capacity)   of a channel for chunks of up to `capacity` elements
-//   Run(...)                one rank's part of one chunk
+//   Carve(carver, team, capacity)   the memory for chunks of up to `capacity` elements
+//   Early(threads, in, n)           what a thread can load before a call may begin
+//   Run(...)                        one rank's part of one chunk
 // and RunPsum cuts a vector into chunks, each with a sequence number of its own.
 //
 //   one_shot   every rank sends all to every other rank, in cells that say
@@ -23,7 +24,9 @@
 // sent e + 1 only after they had read e. Recursive doubling hears from one
 // partner a step, so it waits for that partner's `ready` word: the sequence number
 // up to which the partner has read, sent back at the end of a call and waited for
-// at the start of the next, off the critical path.
+// at the start of the next, off the critical path. The same word frees the staging of a
+// link that puts (core/nvshmem_link.cuh), in which an exchange has a slot of its own, too:
+// who has read what arrived has proved that it left.
 #pragma once
 
 #include "core/channel.h"
@@ -36,7 +39,8 @@
 namespace jax_overlap {
 
 // ------------------------------------------------------------------ one_shot
-template <class T>
+// kAtOnce: SumCells' (core/group.h), best the ranks of the team.
+template <class T, int kAtOnce = 8>
 struct OneShot {
   struct Memory {
     Cell* slots;  // [2][source][cells of a chunk]
@@ -50,82 +54,91 @@ struct OneShot {
     return {carver.Take<Cell>(2 * team.size * cells), cells};
   }
 
+  // The first cell of this thread.
+  struct Loaded {
+    uint64_t cell;
+  };
+  template <class Threads>
+  static JO_HD Loaded Early(const Threads& threads, const T* in, Index n) {
+    const Index i = threads.index();
+    return {i < CeilDiv(n, kPerCell<T>) ? PackCell(in, n, i) : 0};
+  }
+
   template <class Threads, class Link>
   static JO_HD void Run(const Threads& threads, Link& link, const Memory& memory, TeamShape team,
-                        uint64_t sequence, const T* in, size_t n, T* out) {
+                        uint64_t sequence, Loaded loaded, const T* in, size_t n, T* out) {
     const auto epoch = static_cast<uint32_t>(sequence);
-    const size_t cells = CeilDiv(n, kPerCell<T>);
+    const Index cells = CeilDiv(n, kPerCell<T>);
+    const Others others{0, team.size, team.rank};
     Cell* const mine = memory.slot(sequence, team.rank, team.size);
-    for (int k = 1; k < team.size; ++k) {
-      const int peer = Rotated(team.rank, k, team.size);
-      for (size_t i = threads.index(); i < cells; i += threads.count()) {
-        link.StoreCell(mine + i, peer, PackCell(in, n, i), epoch);
-      }
+    for (Index i = threads.index(); i < cells; i += threads.count()) {
+      others.ForAll([&](int peer) { link.StoreCell(mine + i, peer, loaded.cell, epoch); });
+      if (i + threads.count() < cells) loaded.cell = PackCell(in, n, i + threads.count());
     }
-    const int sources = JO_MUTANT("skip_peer") ? team.size - 1 : team.size;
-    for (size_t i = threads.index(); i < cells; i += threads.count()) {
-      T values[kPerCell<T>];
-      const auto receive = [&](int source) {
-        UnpackCell(source == team.rank ? PackCell(in, n, i)
-                                       : link.LoadCell(memory.slot(sequence, source, team.size) + i,
-                                                       epoch, {source, 0}),
-                   values);
-      };
-      Acc<T> sums[kPerCell<T>];
-      receive(0);
-      for (size_t j = 0; j < kPerCell<T>; ++j) sums[j] = Numeric<T>::Widen(values[j]);
-      for (int source = 1; source < sources; ++source) {
-        receive(source);
-        for (size_t j = 0; j < kPerCell<T>; ++j) sums[j] = Accumulate<T>(sums[j], values[j]);
-      }
-      for (size_t j = 0; j < kPerCell<T>; ++j) values[j] = Numeric<T>::Narrow(sums[j]);
-      StoreElements(values, out, n, i);
-    }
+    SumCells<T, kAtOnce>(
+        threads, link, others,
+        [&](int source, Index i) { return memory.slot(sequence, source, team.size) + i; }, in, n,
+        epoch, out);
   }
 };
 
 // ------------------------------------------------------------------ two_shot
-template <class T, bool Direct>
+template <class T, Steps kSteps>
 struct TwoShot {
-  using Memory = GroupSteps<T>;
+  using Memory = GroupSteps<T, kSteps>;
   static JO_HD Memory Carve(Carver& carver, TeamShape team, size_t capacity) {
-    return Memory::Carve(carver, team.size, capacity, Direct);
+    return Memory::Carve(carver, team.size, capacity);
+  }
+
+  struct Loaded {};
+  template <class Threads>
+  static JO_HD Loaded Early(const Threads&, const T*, Index) {
+    return {};
   }
 
   template <class Threads, class Link>
   static JO_HD void Run(const Threads& threads, Link& link, const Memory& memory, TeamShape team,
-                        uint64_t sequence, const T* in, size_t n, T* out) {
+                        uint64_t sequence, Loaded, const T* in, size_t n, T* out) {
     memory.AllReduce(threads, link, 0, team.size, sequence, in, n, out);
   }
 };
 
 // --------------------------------------------------------------------- nvrar
-template <class T, bool Direct>
+// Staged: the channel has room for the cells that leave as well, for links that put.
+template <class T, Steps kSteps, bool Staged = false>
 struct Nvrar {
   // An exchange with one partner: step 0 .. steps-1 of the doubling, then the two
   // of the fold.
   struct Memory {
-    GroupSteps<T> node;
+    GroupSteps<T, kSteps> node;
     Acc<T>* partial;  // this rank's slice of the node's sum, then of the whole sum
     Cell* cells;      // [exchange][cells of a slice]
+    Cell* staging;    // [exchange][cells of a slice] of what is sent, or null
     Word* ready;      // [exchange]
     size_t slice_cells;
   };
   static JO_HD Memory Carve(Carver& carver, TeamShape team, size_t capacity) {
     Memory memory;
-    memory.node = GroupSteps<T>::Carve(carver, team.node_size, capacity, Direct);
+    memory.node = GroupSteps<T, kSteps>::Carve(carver, team.node_size, capacity);
     const size_t slice = MaxSlice(capacity, team.node_size, kSliceAlign<T>);
     const int exchanges = Doubling{team.nodes()}.steps() + 2;
     memory.slice_cells = CeilDiv(slice, kPerCell<Acc<T>>);
     memory.partial = carver.Take<Acc<T>>(slice);
     memory.cells = carver.Take<Cell>(exchanges * memory.slice_cells);
+    memory.staging = Staged ? carver.Take<Cell>(exchanges * memory.slice_cells) : nullptr;
     memory.ready = carver.Take<Word>(exchanges);
     return memory;
   }
 
+  struct Loaded {};
+  template <class Threads>
+  static JO_HD Loaded Early(const Threads&, const T*, Index) {
+    return {};
+  }
+
   template <class Threads, class Link>
   static JO_HD void Run(const Threads& threads, Link& link, const Memory& memory, TeamShape team,
-                        uint64_t sequence, const T* in, size_t n, T* out) {
+                        uint64_t sequence, Loaded, const T* in, size_t n, T* out) {
     const int first = team.first_of_node();
     const Slice own = SliceOf(n, team.node_size, team.local(), kSliceAlign<T>);
     memory.node.ReduceScatter(threads, link, first, team.node_size, sequence, in, n,
@@ -133,7 +146,7 @@ struct Nvrar {
     threads.sync();
     AcrossNodes<Threads, Link>{threads, link, memory, team, sequence, own.size()}.Run();
     threads.sync();
-    for (size_t i = threads.index(); i < own.size(); i += threads.count()) {
+    for (Index i = threads.index(); i < own.size(); i += threads.count()) {
       out[own.begin + i] = Numeric<T>::Narrow(memory.partial[i]);
     }
     memory.node.AllGather(threads, link, first, team.node_size, sequence, n, out);
@@ -145,7 +158,7 @@ struct Nvrar {
   // Recursive doubling on `partial`, cut into chunks: while a chunk's cells are on
   // their way, other chunks are added, and a chunk starts its next step as soon as
   // it has made this one. Every thread keeps to its own cells throughout, so no
-  // step needs a sync.
+  // step needs a sync (a link that puts a chunk as a whole makes its own).
   template <class Threads, class Link>
   struct AcrossNodes {
     const Threads& threads;
@@ -215,16 +228,16 @@ struct Nvrar {
     JO_HD Cell* Slot(int exchange) const { return memory.cells + exchange * memory.slice_cells; }
 
     JO_HD void Send(int exchange, int peer, Slice chunk) const {
-      const auto epoch = static_cast<uint32_t>(sequence);
-      for (size_t i = chunk.begin + threads.index(); i < chunk.end; i += threads.count()) {
-        link.StoreCell(Slot(exchange) + i, peer, PackCell(memory.partial, n, i), epoch);
-      }
+      Cell* const staging = Staged ? memory.staging + exchange * memory.slice_cells : nullptr;
+      SendCells(threads, link, staging, Slot(exchange), peer, chunk,
+                static_cast<uint32_t>(sequence),
+                [&](size_t i) { return PackCell(memory.partial, n, i); });
     }
 
     template <class Combine>
     JO_HD void Receive(int exchange, int peer, Slice chunk, Combine combine) const {
       const auto epoch = static_cast<uint32_t>(sequence);
-      for (size_t i = chunk.begin + threads.index(); i < chunk.end; i += threads.count()) {
+      for (Index i = chunk.begin + threads.index(); i < chunk.end; i += threads.count()) {
         Acc<T> own[kPerCell<Acc<T>>], theirs[kPerCell<Acc<T>>];
         UnpackCell(PackCell(memory.partial, n, i), own);
         UnpackCell(link.LoadCell(Slot(exchange) + i, epoch, {peer, exchange}), theirs);
@@ -283,7 +296,9 @@ JO_HD void RunPsum(const Threads& threads, Link& link, TeamShape team, char* cha
   Word* const last = carver.Take<Word>(1);
   const auto memory = Algorithm::Carve(carver, team, capacity);
   ForChunksInSequence(threads, last, n, capacity, [&](uint64_t sequence, size_t begin, size_t end) {
-    Algorithm::Run(threads, link, memory, team, sequence, in + begin, end - begin, out + begin);
+    Algorithm::Run(threads, link, memory, team, sequence,
+                   Algorithm::Early(threads, in + begin, end - begin), in + begin, end - begin,
+                   out + begin);
   });
 }
 

@@ -1,26 +1,38 @@
-// The kernel of psum: one thread block a rank runs an algorithm of psum.h over a link.
+// The kernel of psum: each thread block of a rank runs an algorithm of psum.h with the
+// same block of the other ranks, over a part of the channel that is theirs.
+//
+// A call's operands are cut into pieces, dealt out to the blocks. Nothing passes between
+// the blocks of a rank, so all that the grid needs is to be the same on all ranks.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "core/gpu_channel.h"
 #include "core/status.h"
 #include "ops/psum.h"
 
 namespace jax_overlap {
 
-struct PsumArguments {
-  TeamShape shape;
-  char* const* heaps;  // [rank], mapped into this device's address space
-  size_t channel;      // its offset in every heap
-  size_t capacity;     // elements in a chunk
-  size_t count;
-  uint64_t limit_ns;
+constexpr int kMaxLeaves = 32;  // operands of one launch
+
+// An operand. Its pieces go to the blocks in turn, from block `first_block` on.
+struct PsumLeaf {
   const void* in;
   void* out;
-  int32_t* broken;  // a word of the channel, in this device's memory: a call has failed
-  Status* status;   // in mapped host memory
+  size_t count;  // of elements
+  uint32_t pieces;
+  uint32_t first_block;
+};
+
+struct PsumArguments {
+  uint32_t block_bytes;  // of the channel, for each block
+  uint32_t piece;        // elements, at most
+  uint32_t leaf_count;
+  PsumLeaf leaf;  // the first; most calls have one
+  GpuChannel channel;
+  PsumLeaf more[kMaxLeaves - 1];
 };
 
 // What a failed call leaves as its result: NaN, or the smallest integer.
@@ -37,25 +49,70 @@ __device__ inline int8_t Poison() {
   return INT8_MIN;
 }
 
+// f(leaf, begin, end) for the pieces that are this block's.
+template <class F>
+__device__ void ForPieces(const PsumArguments& a, F f) {
+  PsumLeaf leaf = a.leaf;
+  for (uint32_t l = 0;;) {
+    uint32_t p = blockIdx.x - leaf.first_block;
+    if (blockIdx.x < leaf.first_block) p += gridDim.x;
+    for (; p < leaf.pieces; p += gridDim.x) {
+      const size_t begin = static_cast<size_t>(p) * a.piece;
+      f(leaf, begin, Min(begin + a.piece, leaf.count));
+    }
+    if (++l == a.leaf_count) return;
+    leaf = a.more[l - 1];
+  }
+}
+
 template <class Link, class Algorithm, class T>
-__global__ void PsumKernel(PsumArguments a) {
+__global__ void __launch_bounds__(Link::kMaxThreads)
+    PsumKernel(const __grid_constant__ PsumArguments a) {
   __shared__ Status status;
-  Link link(a.shape.rank, a.shape.size, a.heaps, a.limit_ns, &status);
-  T* const out = static_cast<T*>(a.out);
-  // A channel is done for once a call on it has failed: slots are reused on the strength
-  // of what was received before, so this rank could overwrite what a late peer still reads.
-  const bool broken = *a.broken != 0;
-  if (!broken) {
-    RunPsum<Algorithm>(BlockThreads{}, link, a.shape, a.heaps[a.shape.rank] + a.channel, a.capacity,
-                       static_cast<const T*>(a.in), a.count, out);
-    __syncthreads();
-    if (!link.failed()) return;
+  const GpuChannel& channel = a.channel;
+  const BlockThreads threads;
+  // All that can be loaded before anything is known is under way at once.
+  Carver carver(channel.own + GpuChannel::kHeadBytes +
+                static_cast<size_t>(blockIdx.x) * a.block_bytes);
+  BlockHead* const head = carver.Take<BlockHead>(1);
+  Sequence sequence(&head->sequence);
+  const bool broken = *head->broken() != 0;
+  bool early = blockIdx.x < a.leaf.pieces;  // its first piece is of the first operand
+  const auto load = [&](const PsumLeaf& leaf, size_t begin, size_t end) {
+    return Algorithm::Early(threads, static_cast<const T*>(leaf.in) + begin, end - begin);
+  };
+  typename Algorithm::Loaded loaded = {};
+  if (early) {
+    const size_t begin = static_cast<size_t>(blockIdx.x) * a.piece;
+    loaded = load(a.leaf, begin, Min(begin + a.piece, a.leaf.count));
   }
-  for (size_t i = threadIdx.x; i < a.count; i += blockDim.x) out[i] = Poison<T>();
-  if (threadIdx.x == 0 && !broken) {
-    *a.status = status;
-    *a.broken = 1;
+  Link link(channel, &status);
+  const auto memory = Algorithm::Carve(carver, channel.shape, a.piece);
+  bool fails = broken;
+  if (JO_RARELY(sequence.first() && !broken)) {
+    channel.Meet(link, &status);
+    fails = link.failed();
   }
+  if (!JO_RARELY(fails)) {
+    ForPieces(a, [&](const PsumLeaf& leaf, size_t begin, size_t end) {
+      if (!early) loaded = load(leaf, begin, end);
+      early = false;
+      Algorithm::Run(threads, link, memory, channel.shape, sequence.Next(), loaded,
+                     static_cast<const T*>(leaf.in) + begin, end - begin,
+                     static_cast<T*>(leaf.out) + begin);
+      threads.sync();
+    });
+    sequence.Keep(threads);
+    if (!JO_RARELY(link.failed())) return;
+  }
+  ForPieces(a, [&](const PsumLeaf& leaf, size_t begin, size_t end) {
+    T* const out = static_cast<T*>(leaf.out);
+    for (size_t i = begin + threadIdx.x; i < end; i += blockDim.x) out[i] = Poison<T>();
+  });
+  if (threadIdx.x != 0) return;
+  if (broken) return channel.Report({kBroken, channel.shape.rank, -1, 0, 0, 0});
+  *head->broken() = 1;
+  channel.Tell(status);
 }
 
 }  // namespace jax_overlap

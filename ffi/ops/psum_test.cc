@@ -3,7 +3,10 @@
 // ThreadSanitizer and AddressSanitizer; with a mutant it has to fail.
 #include "ops/psum.h"
 
+#include <condition_variable>
+#include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ops/team_test.h"
@@ -41,11 +44,14 @@ void Check(const Case& c, unsigned seed) {
 template <class T>
 void CheckAllAlgorithms(const Case& c, unsigned seed) {
   Check<OneShot<T>, false, T>(c, seed);
-  Check<TwoShot<T, false>, false, T>(c, seed);
-  Check<Nvrar<T, false>, false, T>(c, seed);
-  Check<Nvrar<T, true>, true, T>({c.size, c.node_size, c.capacity, {c.counts[0]}, c.fibers}, seed);
-  Check<TwoShot<T, true>, true, T>({c.size, c.node_size, c.capacity, {c.counts[0]}, c.fibers},
-                                   seed);
+  Check<TwoShot<T, Steps::kFlags>, false, T>(c, seed);
+  Check<TwoShot<T, Steps::kCells>, false, T>(c, seed);
+  Check<Nvrar<T, Steps::kFlags>, false, T>(c, seed);
+  Check<Nvrar<T, Steps::kCells>, false, T>(c, seed);
+  Check<Nvrar<T, Steps::kDirect>, true, T>(
+      {c.size, c.node_size, c.capacity, {c.counts[0]}, c.fibers}, seed);
+  Check<TwoShot<T, Steps::kDirect>, true, T>(
+      {c.size, c.node_size, c.capacity, {c.counts[0]}, c.fibers}, seed);
 }
 
 // Ranks and ranks a node: every split of 1 .. 8, odd node counts among them.
@@ -71,6 +77,117 @@ int ManyCalls() {
   CheckAllAlgorithms<float>({3, 1, 32, counts}, 2);
   CheckAllAlgorithms<BFloat16>({6, 2, 64, counts}, 3);
   return 15;
+}
+
+// A network between nodes: fetches what is put when it gets to it, and delivers the halves of
+// cells one by one in any order. It is all that NVSHMEM promises (core/nvshmem_link.cuh).
+class Network {
+ public:
+  Network() : thread_([this] { Deliver(); }) {}
+  ~Network() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      done_ = true;
+    }
+    changed_.notify_one();
+    thread_.join();
+  }
+
+  void Put(const Cell* from, size_t cells, Cell* to) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t i = 0; i < 2 * cells; ++i) {
+      halves_.push_back(
+          {reinterpret_cast<const char*>(from) + 8 * i, reinterpret_cast<uint64_t*>(to) + i});
+    }
+    changed_.notify_one();
+  }
+
+ private:
+  struct Half {
+    const char* from;
+    uint64_t* to;
+  };
+
+  void Deliver() {
+    std::minstd_rand random(1);
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return done_ || !halves_.empty(); });
+      if (halves_.empty()) return;
+      std::swap(halves_[random() % halves_.size()], halves_.back());
+      const Half half = halves_.back();
+      halves_.pop_back();
+      lock.unlock();
+      if (random() % 64 == 0) std::this_thread::yield();
+      uint64_t value;
+      std::memcpy(&value, half.from, sizeof(value));
+      __atomic_store_n(half.to, value, __ATOMIC_RELEASE);
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Half> halves_;  // on their way
+  bool done_ = false;
+  std::thread thread_;  // the last, as it uses the others
+};
+
+// Reaches the ranks of other nodes through a network alone.
+class PutLink : public DelayedLink<false> {
+ public:
+  PutLink(const DelayedLink<false>& link, int node_size, Network& network)
+      : DelayedLink<false>(link), node_size_(node_size), network_(network) {}
+
+  bool mapped(int peer) const { return peer / node_size_ == rank() / node_size_; }
+  Network& network() { return network_; }
+  void StoreCell(Cell* mine, int peer, uint64_t data, uint32_t epoch) {
+    JO_CHECK(mapped(peer));
+    DelayedLink<false>::StoreCell(mine, peer, data, epoch);
+  }
+
+ private:
+  const int node_size_;
+  Network& network_;
+};
+
+template <class Pack>
+void SendCells(const OneThread&, PutLink& link, Cell* staging, Cell* slot, int peer, Slice range,
+               uint32_t epoch, Pack pack) {
+  JO_CHECK(!link.mapped(peer));
+  for (size_t i = range.begin; i < range.end; ++i) {
+    const uint64_t data = pack(i);
+    staging[i] = {static_cast<uint32_t>(data), epoch, static_cast<uint32_t>(data >> 32), epoch};
+  }
+  link.network().Put(staging + range.begin, range.size(), link.At(slot, peer) + range.begin);
+}
+
+// That the ready word frees the staging, too, is for ThreadSanitizer to say: it sees what
+// orders the network's loads from it before the next call's stores.
+template <class T>
+int OverPuts() {
+  using Algorithm = Nvrar<T, Steps::kCells, true>;
+  const int shapes[][2] = {{2, 1}, {3, 1}, {4, 2}, {6, 2}, {7, 1}, {8, 4}};
+  const std::vector<size_t> counts = {3000, 1, 0, 64, 129, 7, 2049, 2048, 2048, 2048};
+  for (const auto& [size, node_size] : shapes) {
+    const TeamShape shape{0, size, node_size};
+    TestTeam<T> team(size, PsumChannelBytes<Algorithm>(shape, 2048), "puts");
+    for (size_t n : counts) team.AddCall(n, n);
+    Network network;
+    team.template RunCalls<false>(
+        false, 5 * size, [&, node = node_size](auto& link, char* heap, int c, const T* in, T* out) {
+          PutLink put(link, node, network);
+          RunPsum<Algorithm>(OneThread{}, put, {link.rank(), link.size(), node}, heap, 2048, in,
+                             counts[c], out);
+          JO_CHECK(!put.failed());
+        });
+    team.Check([&, n = size](int /*rank*/, size_t i, int call) {
+      int sum = 0;
+      for (int r = 0; r < n; ++r) sum += InputAt(r, i, call);
+      return sum;
+    });
+  }
+  return 6;
 }
 
 // Half types are summed in float: the parts would overflow, or round, in between.
@@ -101,11 +218,11 @@ int HalfTypesAreSummedInFloat() {
   for (int node_size : {1, 2, 4}) {
     const TeamShape shape{0, 4, node_size};
     CheckOneElement<OneShot<Float16>, false, Float16>(shape, large, 0);
-    CheckOneElement<TwoShot<Float16, false>, false, Float16>(shape, large, 0);
-    CheckOneElement<Nvrar<Float16, false>, false, Float16>(shape, large, 0);
+    CheckOneElement<TwoShot<Float16, Steps::kFlags>, false, Float16>(shape, large, 0);
+    CheckOneElement<Nvrar<Float16, Steps::kFlags>, false, Float16>(shape, large, 0);
     CheckOneElement<OneShot<BFloat16>, false, BFloat16>(shape, uneven, 260);
-    CheckOneElement<TwoShot<BFloat16, false>, false, BFloat16>(shape, uneven, 260);
-    CheckOneElement<Nvrar<BFloat16, true>, true, BFloat16>(shape, uneven, 260);
+    CheckOneElement<TwoShot<BFloat16, Steps::kFlags>, false, BFloat16>(shape, uneven, 260);
+    CheckOneElement<Nvrar<BFloat16, Steps::kDirect>, true, BFloat16>(shape, uneven, 260);
   }
   return 18;
 }
@@ -113,10 +230,10 @@ int HalfTypesAreSummedInFloat() {
 // A rank that never comes: the others give up in time and name it.
 int AbsentRankIsNamed() {
   const TeamShape shape{0, 3, 3};
-  TestTeam<float> team(3, PsumChannelBytes<TwoShot<float, false>>(shape, 64), "");
+  TestTeam<float> team(3, PsumChannelBytes<TwoShot<float, Steps::kFlags>>(shape, 64), "");
   team.AddCall(64, 64);
   team.CheckAbsentPeerIsNamed([&](auto& link, char* heap, const float* in, float* out) {
-    RunPsum<TwoShot<float, false>>(OneThread{}, link, shape, heap, 64, in, 64, out);
+    RunPsum<TwoShot<float, Steps::kFlags>>(OneThread{}, link, shape, heap, 64, in, 64, out);
   });
   return 1;
 }
@@ -132,6 +249,6 @@ int main() {
 #if !defined(__SANITIZE_THREAD__)  // it does not know about switched stacks
   passed += SmallSizes<float>(true);
 #endif
-  passed += ManyCalls();
+  passed += ManyCalls() + OverPuts<float>() + OverPuts<BFloat16>() + OverPuts<double>();
   std::printf("psum_test: %d passed, 0 failed\n", passed);
 }

@@ -26,6 +26,9 @@ namespace jax_overlap {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kBlocks = 3;
+constexpr int kMaxCalls = 40;
+constexpr size_t kDirectoryBytes = kMaxGpuRanks * sizeof(uint64_t);
 constexpr uint64_t kLimitNs = 2000 * 1000 * 1000ull;
 constexpr unsigned char kGuard = 0xA5;
 constexpr size_t kGuardBytes = 256;
@@ -134,24 +137,20 @@ struct Shared {
       for (int peer = 0; peer < Devices(); ++peer) {
         if (peer != device) JO_CUDA(cudaDeviceEnablePeerAccess(peer, 0));
       }
-      JO_CUDA(cudaMalloc(&heaps[device], kMaxRanks * sizeof(char*)));
     });
     for (int r = 0; r < kMaxRanks; ++r) {
       UseDeviceOf(r);
       JO_CUDA(cudaStreamCreateWithFlags(&streams[r], cudaStreamNonBlocking));
-      JO_CUDA(cudaMalloc(&broken[r], sizeof(int32_t)));
     }
-    JO_CUDA(cudaHostAlloc(&statuses, kMaxRanks * sizeof(Status),
+    JO_CUDA(cudaHostAlloc(&statuses, kMaxCalls * kMaxRanks * sizeof(Status),
                           cudaHostAllocMapped | cudaHostAllocPortable));
   }
   static Shared& Get() {
     static Shared* const shared = new Shared;
     return *shared;
   }
-  char** heaps[kMaxRanks];  // of all ranks, on each device
   cudaStream_t streams[kMaxRanks];
-  int32_t* broken[kMaxRanks];
-  Status* statuses;
+  Status* statuses;  // [call][rank]
 };
 
 void StallRank(int rank) {
@@ -164,11 +163,9 @@ class Team {
  public:
   Team(TeamShape shape, size_t capacity, std::vector<size_t> counts)
       : shape_(shape), capacity_(capacity), counts_(std::move(counts)) {
-    const size_t bytes = PsumChannelBytes<Algorithm>(shape, capacity);
-    std::vector<char*> heaps;
+    const size_t bytes = kDirectoryBytes + GpuChannel::kHeadBytes + kBlocks * BlockBytes();
     for (int r = 0; r < shape.size; ++r) {
       heaps_.emplace_back(r, bytes, 0);
-      heaps.push_back(heaps_.back().data());
       for (size_t c = 0; c < counts_.size(); ++c) {
         std::vector<T> in(counts_[c]);
         for (size_t i = 0; i < in.size(); ++i)
@@ -179,11 +176,8 @@ class Team {
       }
     }
     Shared& shared = Shared::Get();
-    memset(shared.statuses, 0, kMaxRanks * sizeof(Status));
-    for (int r = 0; r < shape.size; ++r) JO_CUDA(cudaMemset(shared.broken[r], 0, sizeof(int32_t)));
-    OnAllDevices([&](int device) {
-      JO_CUDA(cudaMemcpy(shared.heaps[device], heaps.data(), heaps.size() * sizeof(char*),
-                         cudaMemcpyHostToDevice));
+    memset(shared.statuses, 0, kMaxCalls * kMaxRanks * sizeof(Status));
+    OnAllDevices([&](int) {
       // Loading a kernel while another spins may wait for that one to end.
       cudaFuncAttributes attributes;
       JO_CUDA(cudaFuncGetAttributes(&attributes, PsumKernel<Link, Algorithm, T>));
@@ -198,23 +192,43 @@ class Team {
       for (int r = 0; r < shape_.size; ++r) {
         if (r == absent || (only >= 0 && r != only)) continue;
         const size_t at = r * counts_.size() + c;
-        const PsumArguments arguments{{r, shape_.size, shape_.node_size},
-                                      shared.heaps[r % Devices()],
-                                      0,
-                                      capacity_,
-                                      counts_[c],
-                                      limit_ns,
-                                      inputs_[at].data(),
-                                      outputs_[at].data(),
-                                      shared.broken[r],
-                                      shared.statuses + r};
+        PsumArguments arguments = {};
+        GpuChannel& channel = arguments.channel;
+        channel.shape = {r, shape_.size, shape_.node_size};
+        for (int peer = 0; peer < shape_.size; ++peer) {
+          channel.heaps[peer] = heaps_[peer].data() + kDirectoryBytes;
+          channel.pes[peer] = -1;
+        }
+        channel.own = channel.heaps[r];
+        channel.directory = kDirectoryBytes;
+        channel.descriptor = descriptor(r);
+        channel.limit_ns = limit_ns;
+        channel.error = &StatusOf(r, static_cast<int>(c));
+        arguments.block_bytes = static_cast<uint32_t>(BlockBytes());
+        arguments.piece = static_cast<uint32_t>(capacity_);
+        // As two leaves: their pieces go to the blocks in turn.
+        const size_t half = counts_[c] / 2 / Pack<T>::kCount * Pack<T>::kCount;
+        const auto pieces = [&](size_t n) { return static_cast<uint32_t>(CeilDiv(n, capacity_)); };
+        arguments.leaf_count = 2;
+        arguments.leaf = {inputs_[at].data(), outputs_[at].data(), half, pieces(half), 0};
+        arguments.more[0] = {inputs_[at].data() + half * sizeof(T),
+                             outputs_[at].data() + half * sizeof(T), counts_[c] - half,
+                             pieces(counts_[c] - half), pieces(half) % kBlocks};
         UseDeviceOf(r);
-        PsumKernel<Link, Algorithm, T><<<1, kThreads, 0, shared.streams[r]>>>(arguments);
+        PsumKernel<Link, Algorithm, T><<<kBlocks, kThreads, 0, shared.streams[r]>>>(arguments);
         JO_CUDA(cudaGetLastError());
       }
     }
     Synchronize();
   }
+
+  static Status& StatusOf(int rank, int call) {
+    return Shared::Get().statuses[call * kMaxRanks + rank];
+  }
+
+  // What rank `rank` takes the channel for.
+  uint64_t descriptor(int rank) const { return rank == liar ? 77 : 7; }
+  int liar = -1;
 
   // Of the first call.
   void SetInput(int rank, const std::vector<T>& in) { inputs_[rank * counts_.size()].Store(in); }
@@ -225,10 +239,8 @@ class Team {
   void CheckPoisoned(int rank, int call) const {
     for (const T x : Result(rank, call)) JO_CHECK(IsPoison(x));
   }
-  void CheckRightOrPoisoned(int rank, int call) const {
-    if (IsPoison(Result(rank, call)[0])) return CheckPoisoned(rank, call);
-    CheckCall(rank, call);
-  }
+  // Piece by piece.
+  void CheckRightOrPoisoned(int rank, int call) const { CheckCall(rank, call, true); }
   static bool IsPoison(T x) {
     const auto value = static_cast<float>(Numeric<T>::Widen(x));
     return value != value || value == 128;  // -128 as its unsigned accumulator
@@ -236,15 +248,17 @@ class Team {
 
   void Check() const {
     for (int r = 0; r < shape_.size; ++r) {
-      const Status& s = Shared::Get().statuses[r];
-      JO_CHECK_IN(s.failed == 0, "%d ranks, nodes of %d: rank %d waits for %d in step %d",
-                  shape_.size, shape_.node_size, r, s.peer, s.step);
       JO_CHECK(heaps_[r].Intact());
-      for (size_t c = 0; c < counts_.size(); ++c) CheckCall(r, static_cast<int>(c));
+      for (int c = 0; c < static_cast<int>(counts_.size()); ++c) {
+        const Status& s = StatusOf(r, c);
+        JO_CHECK_IN(s.failed == 0, "%d ranks, nodes of %d: rank %d waits for %d in step %d",
+                    shape_.size, shape_.node_size, r, s.peer, s.step);
+        CheckCall(r, c);
+      }
     }
   }
 
-  void CheckCall(int rank, int call) const {
+  void CheckCall(int rank, int call, bool or_poisoned = false) const {
     const Buffer& buffer = outputs_[rank * counts_.size() + call];
     JO_CHECK(buffer.Intact() && inputs_[rank * counts_.size() + call].Intact());
     const std::vector<T> out = buffer.template Load<T>();
@@ -252,6 +266,7 @@ class Team {
       int sum = 0;
       for (int r = 0; r < shape_.size; ++r) sum += InputAt(r, i, call);
       const T right = FromInt<T>(sum);
+      if (or_poisoned && IsPoison(out[i])) continue;
       JO_CHECK_IN(memcmp(&out[i], &right, sizeof(T)) == 0,
                   "%d ranks, nodes of %d, call %d of %zu elements, rank %d, element %zu",
                   shape_.size, shape_.node_size, call, out.size(), rank, i);
@@ -259,6 +274,8 @@ class Team {
   }
 
  private:
+  size_t BlockBytes() const { return PsumChannelBytes<Algorithm>(shape_, capacity_); }
+
   const TeamShape shape_;
   const size_t capacity_;
   const std::vector<size_t> counts_;
@@ -275,9 +292,12 @@ void Check(TeamShape shape, size_t capacity, const std::vector<size_t>& counts) 
 template <class Link, class T>
 int CheckAllAlgorithms(TeamShape shape, size_t capacity, const std::vector<size_t>& counts) {
   Check<Link, OneShot<T>, T>(shape, capacity, counts);
-  Check<Link, TwoShot<T, false>, T>(shape, capacity, counts);
-  Check<Link, Nvrar<T, false>, T>(shape, capacity, counts);
-  return 3;
+  Check<Link, OneShot<T, 2>, T>(shape, capacity, counts);
+  Check<Link, TwoShot<T, Steps::kFlags>, T>(shape, capacity, counts);
+  Check<Link, TwoShot<T, Steps::kCells>, T>(shape, capacity, counts);
+  Check<Link, Nvrar<T, Steps::kFlags>, T>(shape, capacity, counts);
+  Check<Link, Nvrar<T, Steps::kCells>, T>(shape, capacity, counts);
+  return 6;
 }
 
 // Every split of 1 .. 8 ranks, odd node counts among them.
@@ -329,11 +349,11 @@ int HalfTypesAreSummedInFloat() {
   for (const int node_size : {1, 2, 4}) {
     const TeamShape shape{0, 4, node_size};
     cases += OneElement<OneShot<Float16>, Float16>(shape, large, 0);
-    cases += OneElement<TwoShot<Float16, false>, Float16>(shape, large, 0);
-    cases += OneElement<Nvrar<Float16, false>, Float16>(shape, large, 0);
+    cases += OneElement<TwoShot<Float16, Steps::kFlags>, Float16>(shape, large, 0);
+    cases += OneElement<Nvrar<Float16, Steps::kFlags>, Float16>(shape, large, 0);
     cases += OneElement<OneShot<BFloat16>, BFloat16>(shape, uneven, 260);
-    cases += OneElement<TwoShot<BFloat16, false>, BFloat16>(shape, uneven, 260);
-    cases += OneElement<Nvrar<BFloat16, false>, BFloat16>(shape, uneven, 260);
+    cases += OneElement<TwoShot<BFloat16, Steps::kFlags>, BFloat16>(shape, uneven, 260);
+    cases += OneElement<Nvrar<BFloat16, Steps::kFlags>, BFloat16>(shape, uneven, 260);
   }
   return cases;
 }
@@ -348,8 +368,8 @@ int AbsentRank(TeamShape shape, int absent, bool named_by_all) {
   bool named = false;
   for (int r = 0; r < shape.size; ++r) {
     if (r == absent) continue;
-    const Status& s = Shared::Get().statuses[r];
-    JO_CHECK_IN(s.failed == 1 && s.rank == r, "rank %d of %d", r, shape.size);
+    const Status& s = team.StatusOf(r, 0);
+    JO_CHECK_IN(s.failed == kExpired && s.rank == r, "rank %d of %d", r, shape.size);
     JO_CHECK_IN(!named_by_all || s.peer == absent, "rank %d names %d", r, s.peer);
     named = named || s.peer == absent;
     for (int call = 0; call < 3; ++call) team.CheckPoisoned(r, call);
@@ -358,17 +378,35 @@ int AbsentRank(TeamShape shape, int absent, bool named_by_all) {
   // It comes after all: what the others had sent is right, and nothing follows.
   team.Run(-1, kShort, absent);
   team.CheckRightOrPoisoned(absent, 0);
-  JO_CHECK(Shared::Get().statuses[absent].failed == 1);
+  JO_CHECK(team.StatusOf(absent, 0).failed == kExpired);
   for (int call = 1; call < 3; ++call) team.CheckPoisoned(absent, call);
+  return 1;
+}
+
+// A rank that takes the call for another one: nobody adds its numbers.
+template <class Algorithm, class T>
+int Mismatch(TeamShape shape, int liar) {
+  Team<P2pLink, Algorithm, T> team(shape, 256, {1000, 50});
+  team.liar = liar;
+  team.Run();
+  for (int r = 0; r < shape.size; ++r) {
+    const Status& s = team.StatusOf(r, 0);
+    JO_CHECK_IN(s.failed == kMismatch && (r == liar || s.peer == liar), "rank %d: %d for %d", r,
+                s.failed, s.peer);
+    for (int call = 0; call < 2; ++call) team.CheckPoisoned(r, call);
+  }
   return 1;
 }
 
 template <class T>
 int AbsentRanks() {
-  int cases = AbsentRank<OneShot<T>, T>({0, 4, 4}, 2, true);
-  cases += AbsentRank<TwoShot<T, false>, T>({0, 4, 4}, 0, true);
+  int cases =
+      Mismatch<OneShot<T>, T>({0, 4, 4}, 1) + Mismatch<Nvrar<T, Steps::kFlags>, T>({0, 4, 2}, 3);
+  cases += AbsentRank<OneShot<T>, T>({0, 4, 4}, 2, true);
+  cases += AbsentRank<TwoShot<T, Steps::kFlags>, T>({0, 4, 4}, 0, true);
+  cases += AbsentRank<TwoShot<T, Steps::kCells>, T>({0, 4, 4}, 0, true);
   for (int absent = 0; absent < 6; ++absent) {
-    cases += AbsentRank<Nvrar<T, false>, T>({0, 6, 2}, absent, false);
+    cases += AbsentRank<Nvrar<T, Steps::kFlags>, T>({0, 6, 2}, absent, false);
   }
   return cases;
 }

@@ -104,6 +104,8 @@ def summary(times: list[float]) -> dict[str, float]:
 
 def write_json(path: str, rows: list[dict]) -> None:
     """Writes rows with the machine, the versions and the command that made them."""
+    if jax.process_index() > 0:  # the ranks have the same rows
+        return
     # Where this machine keeps the file is nobody else's business.
     options = [os.path.basename(a) if a == path else a for a in sys.argv[1:]]
     record = {
@@ -114,6 +116,7 @@ def write_json(path: str, rows: list[dict]) -> None:
             "cpus": len(os.sched_getaffinity(0)),
             "system": f"{platform.system()} {platform.machine()}",
             "devices": [str(d) for d in jax.devices()],
+            "kind": jax.devices()[0].device_kind,
         },
         "versions": {
             k: v for k, v in jax_overlap.info()["versions"].items() if v is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jax_overlap.bench import collectives
+from jax_overlap.bench import collectives, gpu_calls
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["auto"],
         choices=["auto", "one_shot", "two_shot", "nvrar"],
     )
+    gpu_calls.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> list[dict]:
@@ -24,4 +25,6 @@ def run(args: argparse.Namespace) -> list[dict]:
         name: {"algorithm": None if name == "auto" else name}
         for name in args.algorithms
     }
+    if args.gpu:
+        return gpu_calls.run("psum", args, variants)
     return collectives.run("psum", args, variants)

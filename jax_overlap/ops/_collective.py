@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -12,7 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import get_abstract_mesh
 
-from jax_overlap import _compat, _native, errors
+from jax_overlap import _compat, _cuda, _native, errors
 from jax_overlap._plan import NATIVE_DTYPES, Plan, Situation, lowered
 from jax_overlap._region import names
 from jax_overlap.team import Team, make_team
@@ -137,10 +138,15 @@ def plan_call(
     primitive, avals, params: dict, mesh, manual_axes, platforms
 ) -> tuple[Team, Plan]:
     """The team and the plan of a call with these operands, at this place."""
-    team = make_team(mesh, params["axes"], params["axis_index_groups"])
     situation = Situation(
         platforms, frozenset(mesh.axis_names), manual_axes, jax.process_count()
     )
+    reach = None
+    if situation.on_gpu and params["implementation"] != "reference":
+        situation = dataclasses.replace(situation, why_no_gpu=_cuda.why_not(mesh))
+        if not situation.why_no_gpu:
+            reach = _cuda.reach(mesh)
+    team = make_team(mesh, params["axes"], params["axis_index_groups"], reach)
     return team, planners[primitive](avals, team, situation, **params)
 
 
@@ -154,6 +160,13 @@ def plan_lowering(ctx, primitive, params: dict) -> tuple[Team, Plan]:
     return team, plan
 
 
+def lower_on_gpu(primitive, rule) -> None:
+    """Registers a lowering for GPUs, if this installation has what it takes."""
+    if _cuda.ffi is not None:
+        mlir.register_lowering(primitive, rule, platform="cuda")
+        _compat.lower_for_devices(primitive)
+
+
 def lower_to_lax(ctx, reference, xs, invariant: bool | None = None, **params):
     """Lowers to `reference`, traced with `check_vma` as the op was."""
     rule = mlir.lower_fun(reference, multiple_results=True)
@@ -164,22 +177,44 @@ def lower_to_lax(ctx, reference, xs, invariant: bool | None = None, **params):
 
 
 def lower_to_handler(ctx, target: str, team: Team, axes, xs, **attributes):
-    """Lowers to an FFI call with the attributes that all handlers have, and its own."""
+    """Lowers to an FFI call with the attributes that all handlers have, and its own.
+
+    A handler has to know which rank it is: on CPU the first operand says that, on GPUs
+    it knows its device, and an attribute has the devices of the mesh.
+    """
     assert team.groups is not None  # or the plan would not be native
-    device, device_aval = device_operand(ctx)
-    return jax.ffi.ffi_lowering(target)(
-        ctx.replace(avals_in=[device_aval, *ctx.avals_in]),
-        device,
-        *xs,
-        abi=np.int64(_native.ABI),
-        axes=str(axes),
-        groups=team.groups.reshape(-1),
-        group_size=np.int64(team.ranks),
-        node_size=np.int64(team.node_size),
-        **{
-            name: value if isinstance(value, np.ndarray) else np.int64(value)
-            for name, value in attributes.items()
-        },
+    attributes |= {
+        "abi": _native.ABI,
+        "axes": str(axes),
+        "groups": team.groups.reshape(-1),
+        "group_size": team.ranks,
+        "node_size": team.node_size,
+    }
+    if _compat.platforms(ctx) == ("cuda",):
+        mesh, _ = _compat.manual_mesh(ctx)
+        devices = _compat.mesh_devices(mesh)
+        assert devices is not None  # or the plan would not be native
+        attributes |= {
+            "devices": np.array([d.id for d in devices], np.int64),
+            "puts": int(_puts(team)),
+            "dtype": str(ctx.avals_in[0].dtype),
+            "counts": np.array([aval.size for aval in ctx.avals_in], np.int64),
+        }
+    else:
+        device, device_aval = device_operand(ctx)
+        ctx = ctx.replace(avals_in=[device_aval, *ctx.avals_in])
+        xs = [device, *xs]
+    attributes = {
+        name: np.int64(value) if isinstance(value, int) else value
+        for name, value in attributes.items()
+    }
+    return jax.ffi.ffi_lowering(target)(ctx, *xs, **attributes)
+
+
+def _puts(team: Team) -> bool:
+    """Whether ranks of other nodes are put to: for tests also where stores reach them."""
+    return not team.reaches_all or (
+        team.nodes > 1 and _native.test_switch("PUT_ACROSS_NODES")
     )
 
 

@@ -159,7 +159,13 @@ def _out_type(aval, axes, invariant):
 
 # ------------------------------------------------------------------ lowering
 def _plan(avals, team, situation, *, axes, implementation, algorithm, **_):
-    choose = partial(choose_psum_algorithm, team=team, forced=algorithm)
+    choose = partial(
+        choose_psum_algorithm,
+        team=team,
+        situation=situation,
+        implementation=implementation,
+        forced=algorithm,
+    )
     return make_plan("psum", axes, avals, team, situation, implementation, choose)
 
 
@@ -183,6 +189,7 @@ def _lower(ctx, *xs, **params):
 _collective.planners[psum_p] = _plan
 mlir.register_lowering(psum_p, _lower)
 mlir.register_lowering(psum_p, _lower, platform="cpu")
+_collective.lower_on_gpu(psum_p, _lower)
 
 
 # ----------------------------------------------------------- differentiation

@@ -1,0 +1,175 @@
+#include "core/gpu_memory.h"
+
+#include <cuda_runtime.h>
+
+namespace jax_overlap {
+namespace {
+
+constexpr int kProbeWords = kProbeBytes / sizeof(uint64_t);
+
+__device__ uint64_t Pattern(int from, int to, int word) {
+  return 0x9e3779b97f4a7c15ull * (static_cast<uint64_t>(from) << 20 | to << 4 | word) + 1;
+}
+
+// One thread a peer.
+__global__ void ProbeKernel(char* const* heaps, int size, int rank, uint64_t limit_ns,
+                            int32_t* results) {
+  const int peer = threadIdx.x + blockIdx.x * blockDim.x;
+  if (peer >= size || peer == rank || heaps[peer] == nullptr) return;
+  auto* const sent = reinterpret_cast<volatile uint64_t*>(heaps[peer] + rank * kProbeBytes);
+  auto* const came = reinterpret_cast<volatile uint64_t*>(heaps[rank] + peer * kProbeBytes);
+  for (int i = 0; i < kProbeWords; ++i) sent[i] = Pattern(rank, peer, i);
+  __threadfence_system();
+  uint64_t start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  for (int i = 0; i < kProbeWords; ++i) {
+    while (came[i] != Pattern(peer, rank, i)) {
+      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+      if (now - start > limit_ns) {
+        results[peer] = kProbeNothingCame;
+        return;
+      }
+    }
+  }
+  for (int i = 0; i < kProbeWords; ++i) {
+    if (sent[i] != Pattern(rank, peer, i)) results[peer] = kProbeReadBack;
+  }
+}
+
+std::string Text(const char* what, int ordinal, cudaError_t error) {
+  return std::string(what) + " on device " + std::to_string(ordinal) + ": " +
+         cudaGetErrorString(error);
+}
+
+// Makes a device current, and afterwards the one that was.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int ordinal) {
+    cudaGetDevice(&before_);
+    cudaSetDevice(ordinal);  // an unknown one fails in what is done next
+  }
+  ~CurrentDevice() { cudaSetDevice(before_); }
+
+ private:
+  int before_ = 0;
+};
+
+}  // namespace
+
+std::string EnablePeers(const std::vector<int>& ordinals) {
+  for (const int from : ordinals) {
+    const CurrentDevice current(from);
+    for (const int to : ordinals) {
+      if (from == to) continue;
+      int can = 0;
+      cudaError_t error = cudaDeviceCanAccessPeer(&can, from, to);
+      if (error == cudaSuccess && can) error = cudaDeviceEnablePeerAccess(to, 0);
+      if (error == cudaErrorPeerAccessAlreadyEnabled) {
+        cudaGetLastError();  // XLA has done it
+        continue;
+      }
+      if (error != cudaSuccess) return Text("peer access failed", from, error);
+      if (!can) {
+        return "device " + std::to_string(from) + " cannot address the memory of device " +
+               std::to_string(to) + " (no peer access between them: see nvidia-smi topo -p2p r)";
+      }
+    }
+  }
+  return "";
+}
+
+std::string AllocateHeap(int ordinal, size_t bytes, char** heap) {
+  const CurrentDevice current(ordinal);
+  size_t free = 0, total = 0;
+  cudaMemGetInfo(&free, &total);
+  cudaError_t error = cudaMalloc(heap, bytes);
+  if (error == cudaSuccess) error = cudaMemset(*heap, 0, bytes);
+  if (error == cudaSuccess) error = cudaDeviceSynchronize();
+  if (error == cudaSuccess) return "";
+  cudaGetLastError();
+  return Text("no memory for the symmetric heap", ordinal, error) + ". " + std::to_string(bytes) +
+         " bytes were asked for (JAX_OVERLAP_HEAP_BYTES), " + std::to_string(free) +
+         " are free; XLA takes its share first (XLA_PYTHON_CLIENT_MEM_FRACTION)";
+}
+
+std::string ClearMemory(int ordinal, const std::vector<std::pair<char*, size_t>>& ranges) {
+  const CurrentDevice current(ordinal);
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  cudaStream_t stream = nullptr;  // does not wait for the others
+  cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  for (const auto& [begin, bytes] : ranges) {
+    if (error == cudaSuccess) error = cudaMemsetAsync(begin, 0, bytes, stream);
+  }
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+  if (stream != nullptr) cudaStreamDestroy(stream);
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  return error == cudaSuccess ? "" : Text("clearing the symmetric heap failed", ordinal, error);
+}
+
+std::string LoadKernels(const std::vector<int>& ordinals, const std::vector<const void*>& kernels) {
+  for (const int ordinal : ordinals) {
+    const CurrentDevice current(ordinal);
+    for (const void* kernel : kernels) {
+      cudaFuncAttributes attributes;
+      const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+      if (error != cudaSuccess) return Text("a kernel does not load", ordinal, error);
+    }
+  }
+  return "";
+}
+
+std::string ProbeHeaps(const std::vector<Prober>& probers, const std::vector<char*>& heaps,
+                       uint64_t limit_ns, std::vector<std::vector<int32_t>>* results) {
+  constexpr int kThreads = 64;
+  const int size = static_cast<int>(heaps.size());
+  results->assign(probers.size(), std::vector<int32_t>(size, kProbeOk));
+  struct Launched {
+    cudaStream_t stream;
+    char** heaps;
+    int32_t* results;
+  };
+  std::vector<Launched> launched(probers.size());
+  // Whatever allocates comes before whatever waits.
+  for (size_t i = 0; i < probers.size(); ++i) {
+    const int ordinal = probers[i].ordinal;
+    const CurrentDevice current(ordinal);
+    Launched& l = launched[i];
+    cudaError_t error = cudaStreamCreateWithFlags(&l.stream, cudaStreamNonBlocking);
+    if (error == cudaSuccess) error = cudaMalloc(&l.heaps, size * sizeof(char*));
+    if (error == cudaSuccess) error = cudaMalloc(&l.results, size * sizeof(int32_t));
+    if (error == cudaSuccess) error = cudaMemset(l.results, 0, size * sizeof(int32_t));
+    if (error == cudaSuccess) {
+      error = cudaMemcpy(l.heaps, heaps.data(), size * sizeof(char*), cudaMemcpyHostToDevice);
+    }
+    cudaFuncAttributes attributes;
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, ProbeKernel);
+    if (error == cudaSuccess) error = cudaDeviceSynchronize();
+    if (error != cudaSuccess) return Text("the probe of peers failed", ordinal, error);
+  }
+  for (size_t i = 0; i < probers.size(); ++i) {
+    const CurrentDevice current(probers[i].ordinal);
+    ProbeKernel<<<(size + kThreads - 1) / kThreads, kThreads, 0, launched[i].stream>>>(
+        launched[i].heaps, size, probers[i].rank, limit_ns, launched[i].results);
+    const cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) return Text("the probe of peers failed", probers[i].ordinal, error);
+  }
+  for (size_t i = 0; i < probers.size(); ++i) {
+    const CurrentDevice current(probers[i].ordinal);
+    cudaError_t error = cudaStreamSynchronize(launched[i].stream);
+    if (error == cudaSuccess) {
+      error = cudaMemcpy((*results)[i].data(), launched[i].results, size * sizeof(int32_t),
+                         cudaMemcpyDeviceToHost);
+    }
+    if (error != cudaSuccess) return Text("the probe of peers failed", probers[i].ordinal, error);
+  }
+  for (size_t i = 0; i < probers.size(); ++i) {
+    const CurrentDevice current(probers[i].ordinal);
+    cudaFree(launched[i].heaps);
+    cudaFree(launched[i].results);
+    cudaStreamDestroy(launched[i].stream);
+  }
+  return "";
+}
+
+}  // namespace jax_overlap

@@ -1,0 +1,91 @@
+// What the GPU handlers of all ops share: the call site, its channel, and the text of its
+// errors.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/gpu_channel.h"
+#include "core/gpu_team.h"
+#include "core/status.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_overlap {
+
+// What all calls of one HLO instruction have in common. XLA makes one for each instruction
+// of an executable; the devices of a process share it.
+class GpuSite {
+ public:
+  ~GpuSite();
+
+  // `groups` holds places in the mesh, group by group; a place's index in its group is its
+  // rank. `puts`: ranks of other nodes are put to, not stored to. `devices` has the global
+  // id of the device at each place. An error text for attributes that make no sense.
+  std::string Init(std::string_view op, int64_t abi, std::string_view axes,
+                   xla::ffi::Span<const int64_t> groups, int64_t group_size, int64_t node_size,
+                   bool puts, xla::ffi::Span<const int64_t> devices);
+
+  int ranks() const { return ranks_; }
+  int node_size() const { return node_size_; }
+  // Names the op and its axes, for errors.
+  const std::string& what() const { return what_; }
+  TeamShape shape() const { return {0, ranks_, node_size_}; }
+  bool puts() const { return puts_; }
+
+  // The bytes of a channel, and a number that is the same for calls alike only.
+  struct Need {
+    size_t bytes;
+    uint64_t hash;
+  };
+  // The channel as the device `ordinal` of this process sees it. It is taken by the first
+  // call: `need(what it may take)` says how large. An error text if there is none.
+  std::string ChannelAt(int ordinal, const std::function<Need(size_t)>& need,
+                        const GpuChannel** channel);
+
+ private:
+  std::string Take(const std::function<Need(size_t)>& need);
+  // `group`: the places of the ranks.
+  std::string Describe(const int64_t* group, const Status& status) const;
+
+  std::string what_;
+  int ranks_ = 0;
+  int node_size_ = 0;
+  std::vector<int64_t> groups_;
+  std::vector<int64_t> devices_;
+  GpuPool* pool_ = nullptr;  // once the channel is taken
+  GpuPool::Piece piece_ = {};
+  bool puts_ = false;
+
+  std::mutex mutex_;
+  std::map<int, GpuChannel> channels_;  // by ordinal
+};
+
+// The initialize stage of all ops, at the start of each execution: fails it if an error is
+// unacknowledged.
+xla::ffi::Error InitializeOnGpu();
+
+// An FFI target with its stages and its state type, as cuda_bindings.cc registers them.
+struct GpuHandler {
+  const char* target;
+  void* instantiate;
+  void* initialize;
+  void* execute;
+  const char* state_name;
+  void* state_id;
+  void* state_info;
+};
+
+// Mixes a word into a hash.
+inline uint64_t Mixed(uint64_t hash, uint64_t word) {
+  for (int byte = 0; byte < 8; ++byte) {
+    hash = (hash ^ (word >> 8 * byte & 0xff)) * 0x100000001b3ull;  // FNV-1a
+  }
+  return hash;
+}
+
+}  // namespace jax_overlap

@@ -1,0 +1,50 @@
+"""The tests of this folder run on GPUs: as the ranks of launch.py, or in one process.
+
+python -m jax_overlap.testing.launch -n 8 -- pytest tests/gpu
+JAX_PLATFORMS=cuda pytest tests/gpu
+
+JAX_OVERLAP_GPU_TESTS_ON=cpu pytest tests/gpu     to try the files on eight CPU devices
+"""
+
+import os
+import pathlib
+
+import cpu_devices
+import pytest
+
+import jax_overlap.testing
+
+_HERE = pathlib.Path(__file__).parent
+_ON_CPU = os.environ.get("JAX_OVERLAP_GPU_TESTS_ON") == "cpu"
+_SKIPPED = cpu_devices.ON_CPU and not _ON_CPU  # nothing is imported for that
+
+if not _SKIPPED:
+    # Before any backend starts. A GPU may be shared with the other ranks, and with the
+    # processes that psum_faults_test.py starts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # Large sums are left to NCCL, which refuses ranks that share a GPU: here none is.
+    os.environ.setdefault("JAX_OVERLAP_PSUM_MAX_BYTES", str(1 << 30))
+    # A rank that is stuck ends by its own limits, with a text.
+    jax_overlap.testing.initialize(heartbeat_timeout_s=300)
+
+
+def pytest_collection_modifyitems(items):
+    """Skips what needs a GPU where nobody asks for one."""
+    if _SKIPPED:
+        for item in items:
+            if _HERE in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_the_right_devices(request):
+    """Fails on other devices than were asked for; starts no backend for faults."""
+    if request.module.__name__.endswith("faults_test"):
+        return
+    import contract_devices
+    import jax
+
+    if jax.default_backend() != ("cpu" if _ON_CPU else "gpu"):
+        pytest.fail(f"tests/gpu runs on {jax.default_backend()}: {jax.devices()}")
+    if contract_devices.COUNT < 2:
+        pytest.skip("needs 2 GPUs, or ranks that share one: see tests/gpu/conftest.py")

@@ -1,0 +1,14 @@
+"""The last rank exits before its fifth call: the others get an error that names it."""
+
+import time
+
+from fault_tools import LAST, RANK, SLACK_S, WAIT_S, assert_fails, leave, works
+
+for i in range(4):
+    works(factor=i + 1)
+if RANK == LAST:
+    leave(9)
+assert_fails()
+if RANK == 0:  # the coordinator: the others need it until they have ended
+    time.sleep(WAIT_S + SLACK_S)
+leave(0)
