@@ -114,7 +114,7 @@ def lower_for_devices(primitive) -> None:
 
 
 def lowering_platform(backend: str) -> str:
-    """The platform that programs for a backend are lowered for: "gpu" is "cuda" or "rocm"."""
+    """What programs for a backend are lowered for: "gpu" is "cuda" or "rocm"."""
     return _xla_bridge.canonicalize_platform(backend)
 
 

@@ -1,14 +1,15 @@
 """GPUs: loads the CUDA module, and sets up the symmetric memory of a program.
 
 What native ops on GPUs need is made once a process, when the first is lowered (or by
-`jax_overlap.init`): a heap on each device, all of one size, that the others can write to.
-Either all devices are of this process, which maps them into each other's address space
-(`p2p`), or each process has one device and NVSHMEM does it (`nvshmem`). Processes agree
-through JAX's coordination service, so that all decide alike: native, or `jax.lax`, and why.
+`jax_overlap.init`): a heap on each device, all of one size, that the others can write
+to. Either all devices are of this process, which maps them into each other's address
+space (`p2p`), or each process has one device and NVSHMEM does it (`nvshmem`). Processes
+agree through JAX's coordination service, so that all decide alike: native, or
+`jax.lax`, and why.
 
-A mesh takes a part of the heap of each of its devices when a program on it first runs. A
-process that is in several meshes may come to them in another order than its peers, so
-the parts are at different places, and processes tell each other where.
+A mesh takes a part of the heap of each of its devices when a program on it first runs.
+A process that is in several meshes may come to them in another order than its peers,
+so the parts are at different places, and processes tell each other where.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
-import queue
 import threading
+from typing import Any
 
 import jax
 
 from jax_overlap import _compat, _native, _nvshmem, config
+from jax_overlap._agreement import exchange, within_limit
+from jax_overlap._agreement import why_not as first_reason
 
-ffi = None
+ffi: Any = None
 why_missing = ""
 
 _PROBE_LIMIT_S = 10.0
-# Blocks of ours that wait must all be resident, those of ranks that share a GPU together:
-# one on each of its multiprocessors at least.
+# Blocks of ours that wait must all be resident, those of ranks that share a GPU
+# together: one on each of its multiprocessors at least, in two programs at once.
 _MAX_BLOCKS = 32
 _RESIDENT_BLOCKS = 64
 _ALIGN = 1 << 12
-_KEY = "jax_overlap/"
 
 # Of the probe, by ProbeResult in ffi/core/gpu_memory.h.
 _PROBE_FAULTS = {
@@ -48,28 +50,29 @@ class _World:
     """The heaps of the program, as this process knows them.
 
     Attributes:
+      team: "p2p" or "nvshmem".
       heaps: the address of each device's heap here, by global id; 0: stores do not
         reach it.
       own: the heap of a device of this process, for places in it.
       bytes: of each heap.
       reach: the devices to which each device's stores reach, by global id.
       used: bytes of the own heaps that are taken.
-      team: "p2p" or "nvshmem".
       sharers: the most ranks that share a GPU.
     """
 
+    team: str
     heaps: dict[int, int]
     own: int
     bytes: int
     reach: dict[int, frozenset]
     used: int
-    team: str
-    sharers: int
+    sharers: int = 1
 
 
 _lock = threading.RLock()
 _world: _World | None = None
 _reason: str | None = None  # why there is no world, once that has been decided
+_agreements: collections.Counter = collections.Counter()  # by mesh
 
 
 def _load():
@@ -82,14 +85,15 @@ def _load():
         from jax_overlap import _ffi_cuda
     except ImportError as error:
         return None, (
-            f"the module jax_overlap._ffi_cuda could not be loaded ({error}): this build "
-            "of jax_overlap is without CUDA. Build it where nvcc is, with "
+            f"the module jax_overlap._ffi_cuda could not be loaded ({error}): this "
+            "build of jax_overlap is without CUDA. Build it where nvcc is, with "
             "-Ccmake.define.JAX_OVERLAP_CUDA=ON"
         )
     return _ffi_cuda, ""
 
 
 def _register(module) -> None:
+    assert _native.ffi is not None  # or there would be no module
     module.share_ledger(_native.ffi.ledger())
     for name, stages in module.state_types().items():
         jax.ffi.register_ffi_type(name, stages, platform="CUDA")
@@ -100,7 +104,7 @@ def _register(module) -> None:
 def why_not(mesh) -> str:
     """Why ops over the devices of `mesh` cannot be native; empty if they can.
 
-    Sets up what is needed at its first call, for which it waits for the other processes.
+    Sets up what is needed at its first call, for which it waits for the others.
 
     Raises:
       RuntimeError: another process did not come in time.
@@ -109,8 +113,8 @@ def why_not(mesh) -> str:
         return why_missing
     if (devices := _compat.mesh_devices(mesh)) is None:
         return (
-            "the mesh is abstract, and the devices of a custom call have to be known when "
-            "it is lowered (jax.set_mesh sets a mesh with devices)"
+            "the mesh is abstract, and the devices of a custom call have to be known "
+            "when it is lowered (jax.set_mesh sets a mesh with devices)"
         )
     if any(d.platform != "gpu" for d in devices):
         return "the devices of the mesh are not GPUs of this program"
@@ -118,45 +122,20 @@ def why_not(mesh) -> str:
         return ""
     if reason := start():
         return reason
-    missing = [d.id for d in devices if d.id not in _heaps()]
+    assert _world is not None  # as there is no reason
+    missing = [d.id for d in devices if d.id not in _world.heaps]
     if missing:
         return f"devices {missing} belong to other processes than the rest of the mesh"
     return ""
 
 
-def _heaps() -> dict[int, int]:
-    assert _world is not None
-    return _world.heaps
-
-
 def reach(mesh) -> list[set] | None:
-    """For each position in a mesh the positions to which its stores reach; None: all."""
+    """For each position in a mesh the positions that its stores reach; None: all."""
     if _world is None:
         return None  # one device
     ids = [d.id for d in _compat.mesh_devices(mesh) or ()]
-    reached = [
-        {p for p, peer in enumerate(ids) if peer in _world.reach[i]} for i in ids
-    ]
+    reached = [{p for p, d in enumerate(ids) if d in _world.reach[i]} for i in ids]
     return None if all(len(r) == len(ids) for r in reached) else reached
-
-
-def start() -> str:
-    """Sets up the heaps once; the reason if that is not possible. Collective."""
-    global _world, _reason
-    with _lock:
-        if _world is None and _reason is None:
-            local = jax.local_devices()
-            built, driver = ffi.cuda_versions()
-            if driver < built:
-                _reason = (
-                    f"jax_overlap was built for CUDA {_dotted(built)}, and the driver is "
-                    f"for CUDA {_dotted(driver)} at most"
-                )
-            elif jax.process_count() == 1:
-                _world, _reason = _start_process(local)
-            else:
-                _world, _reason = _start_processes(local)
-        return _reason or ""
 
 
 def describe() -> dict:
@@ -169,12 +148,30 @@ def describe() -> dict:
     }
 
 
+def start() -> str:
+    """Sets up the heaps once; the reason if that is not possible. Collective."""
+    global _world, _reason
+    with _lock:
+        if _world is None and _reason is None:
+            built, driver = ffi.cuda_versions()
+            if driver < built:
+                _reason = (
+                    f"jax_overlap was built for CUDA {_dotted(built)}, and the driver "
+                    f"is for CUDA {_dotted(driver)} at most"
+                )
+            elif jax.process_count() == 1:
+                _world, _reason = _start_process(jax.local_devices())
+            else:
+                _world, _reason = _start_processes(jax.local_devices())
+        return _reason or ""
+
+
 def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _configure(local, sharers: int) -> None:
-    """Readies the native side; `sharers`: the most ranks that share a GPU."""
+    """Readies the native side."""
     ffi.start(ordinals=[d.local_hardware_id for d in local])
     ffi.configure(
         local={d.local_hardware_id: d.id for d in local},
@@ -197,7 +194,9 @@ def _rounded(nbytes: int) -> int:
 
 # ------------------------------------------------------- one process, its GPUs
 def _start_process(local):
+    """(world, None) or (None, why)."""
     ordinals = [d.local_hardware_id for d in local]
+    ids = [d.id for d in local]
     nbytes, used = _heap_bytes(len(local))
     try:
         ffi.enable_peers(ordinals)
@@ -206,7 +205,6 @@ def _start_process(local):
         results = ffi.probe(list(enumerate(ordinals)), heaps, _PROBE_LIMIT_S)
     except RuntimeError as error:
         return None, str(error)
-    ids = [d.id for d in local]
     faults = [
         _fault(ids[i], ids[peer], code)
         for i, row in enumerate(results)
@@ -215,9 +213,9 @@ def _start_process(local):
     ]
     if faults:
         return None, _faults(faults)
-    reach = dict.fromkeys(ids, frozenset(ids))
     addresses = dict(zip(ids, heaps, strict=True))
-    return _World(addresses, heaps[0], nbytes, reach, used, "p2p", 1), None
+    everywhere = dict.fromkeys(ids, frozenset(ids))
+    return _World("p2p", addresses, heaps[0], nbytes, everywhere, used), None
 
 
 def _fault(device: int, peer: int, code: int) -> str:
@@ -233,26 +231,68 @@ def _faults(faults: list[str]) -> str:
 
 # ------------------------------------------------- several processes, a GPU each
 def _start_processes(local):
-    """Agrees with the other processes, and starts NVSHMEM."""
+    """Agrees with the other processes, and starts NVSHMEM; returns as the former."""
     nvshmem, why = _nvshmem.load()
     if not why and len(local) != 1:
         why = (
-            f"it has {len(local)} GPUs, and with several processes each has to have one "
-            "(jax.distributed.initialize(local_device_ids=...))"
+            f"it has {len(local)} GPUs, and with several processes each has to have "
+            "one (jax.distributed.initialize(local_device_ids=...))"
         )
-    mine = {
-        "why": why,
-        "abi": _native.ABI,
-        "heap": config.HEAP_BYTES.read(),
-        "limit": config.WAIT_TIMEOUT_S.read(),
-        "node": config.NODE_SIZE.read(),
-        "nvshmem": list(nvshmem.runtime_version()) if nvshmem is not None else None,
-        "gpu": ffi.device_name(local[0].local_hardware_id),
+    everybody = exchange(
+        "start",
+        {
+            "why": why,
+            "abi": _native.ABI,
+            "heap": config.HEAP_BYTES.read(),
+            "limit": config.WAIT_TIMEOUT_S.read(),
+            "node": config.NODE_SIZE.read(),
+            "nvshmem": None if nvshmem is None else list(nvshmem.runtime_version()),
+            "gpu": ffi.device_name(local[0].local_hardware_id),
+        },
+    )
+    if why := first_reason(everybody) or _difference(everybody):
+        return None, why
+    assert nvshmem is not None  # as there is no reason
+    gpus = [theirs["gpu"] for theirs in everybody.values()]
+    sharers = max(map(gpus.count, gpus))
+    me, count = jax.process_index(), jax.process_count()
+    nbytes, used = _heap_bytes(count)
+    (device,) = local
+    own, heaps = 0, []
+    _nvshmem.prepare_environment(nbytes)
+    identity = exchange("unique_id", nvshmem.unique_id().hex() if me == 0 else None)[0]
+
+    def start_nvshmem():
+        unique_id = bytes.fromhex(identity)
+        nvshmem.init(me, count, device.local_hardware_id, unique_id)
+        return nvshmem.allocate(nbytes)
+
+    try:
+        own = within_limit(start_nvshmem, "NVSHMEM")
+        heaps = [nvshmem.peer_address(own, pe) for pe in range(count)]
+        ffi.use_put_kernels(nvshmem.put_kernels())
+        _configure(local, sharers)
+    except RuntimeError as error:
+        why = str(error)
+    # All, or none.
+    told = {"why": why, "device": device.id, "reach": [bool(h) for h in heaps]}
+    everybody = exchange("heap", told)
+    if why := first_reason(everybody):
+        return None, why
+    ids = {process: theirs["device"] for process, theirs in everybody.items()}
+    why = _probe(me, device, heaps, ids)
+    if why := first_reason(exchange("probe", {"why": why})):
+        return None, why
+    reached = {
+        theirs["device"]: frozenset(ids[p] for p, r in enumerate(theirs["reach"]) if r)
+        for theirs in everybody.values()
     }
-    everybody = _exchange("start", mine)
-    for process, theirs in everybody.items():
-        if theirs["why"]:
-            return None, f"process {process} cannot: {theirs['why']}"
+    addresses = {ids[process]: heap for process, heap in enumerate(heaps)}
+    return _World("nvshmem", addresses, own, nbytes, reached, used, sharers), None
+
+
+def _difference(everybody: dict) -> str:
+    """What all processes have to have alike and have not; empty if they do."""
     for key, name in (
         ("abi", "the version of jax_overlap"),
         ("heap", config.HEAP_BYTES.name),
@@ -261,127 +301,27 @@ def _start_processes(local):
         ("nvshmem", "the version of NVSHMEM"),
     ):
         values = {process: theirs[key] for process, theirs in everybody.items()}
-        if len({json.dumps(v) for v in values.values()}) > 1:
-            return None, f"{name} differs between processes: {values}"
-
-    gpus = [theirs["gpu"] for theirs in everybody.values()]
-    sharers = max(map(gpus.count, gpus))
-    me, count = jax.process_index(), jax.process_count()
-    nbytes, used = _heap_bytes(count)
-    device = local[0]
-    why, heaps, faults = "", [], []
-    try:
-        _nvshmem.prepare_environment(nbytes)
-        unique_id = nvshmem.unique_id().hex() if me == 0 else None
-        unique_id = bytes.fromhex(_exchange("unique_id", unique_id)[0])
-        own = _within_limit(
-            lambda: (
-                nvshmem.init(me, count, device.local_hardware_id, unique_id),
-                nvshmem.allocate(nbytes),
-            )[1]
-        )
-        ffi.use_put_kernels(nvshmem.put_kernels())
-        heaps = [nvshmem.peer_address(own, pe) for pe in range(count)]
-        _configure(local, sharers)
-    except RuntimeError as error:
-        why = str(error)
-    # All, or none.
-    told = {"why": why, "device": device.id, "reach": [bool(h) for h in heaps]}
-    everybody = _exchange("heap", told)
-    if not (why := _first_reason(everybody)):
-        try:
-            (row,) = ffi.probe([(me, device.local_hardware_id)], heaps, _PROBE_LIMIT_S)
-            ids = {process: t["device"] for process, t in everybody.items()}
-            faults = [
-                _fault(device.id, ids[peer], code)
-                for peer, code in enumerate(row)
-                if code
-            ]
-            why = _faults(faults) if faults else ""
-        except RuntimeError as error:
-            why = str(error)
-        why = _first_reason(_exchange("probe", {"why": why}))
-    if why:
-        return None, why
-    ids = {process: told["device"] for process, told in everybody.items()}
-    reach = {
-        told["device"]: frozenset(ids[p] for p, r in enumerate(told["reach"]) if r)
-        for told in everybody.values()
-    }
-    addresses = {ids[process]: heap for process, heap in enumerate(heaps)}
-    return _World(addresses, own, nbytes, reach, used, "nvshmem", sharers), None
-
-
-def _within_limit(start):
-    """`start()`, unless that takes longer than a wait may: NVSHMEM knows no limit."""
-    done: queue.SimpleQueue = queue.SimpleQueue()
-
-    def run():
-        try:
-            done.put((start(), None))
-        except RuntimeError as error:
-            done.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    limit = config.WAIT_TIMEOUT_S.read()
-    try:
-        value, error = done.get(timeout=limit)
-    except queue.Empty:
-        raise RuntimeError(
-            f"NVSHMEM did not start within {limit:g} s ({config.WAIT_TIMEOUT_S.name}): "
-            "another process has ended, or cannot be reached. NVSHMEM_DEBUG=INFO says more"
-        ) from None
-    if error is not None:
-        raise error
-    return value
-
-
-def _first_reason(everybody: dict) -> str:
-    for process, theirs in everybody.items():
-        if theirs["why"]:
-            return f"process {process} cannot: {theirs['why']}"
+        if len({json.dumps(value) for value in values.values()}) > 1:
+            return f"{name} differs between processes: {values}"
     return ""
 
 
-def _exchange(topic: str, value, processes=None) -> dict:
-    """What each process says about a topic, by process; waits until all have.
-
-    Raises:
-      RuntimeError: names the processes that did not say anything in time.
-    """
-    client = _compat.coordination_client()
-    me = jax.process_index()
-    processes = range(jax.process_count()) if processes is None else processes
-    client.key_value_set(f"{_KEY}{topic}/{me}", json.dumps(value), allow_overwrite=True)
-    limit = config.WAIT_TIMEOUT_S.read()
-    said = {}
-    absent = []
-    for process in processes:
-        try:
-            text = client.blocking_key_value_get(
-                f"{_KEY}{topic}/{process}", 1 if absent else int(limit * 1000)
-            )
-        except Exception as error:  # of jaxlib, which has no narrower type for it
-            absent.append(process)
-            cause = error
-        else:
-            said[process] = json.loads(text)
-    if absent:
-        raise RuntimeError(
-            f"jax_overlap: process {me} waited {limit:g} s in vain for processes {absent} "
-            "to set up their GPUs. All processes have to come to the first native op, or "
-            "call jax_overlap.init(), within that time "
-            f"({config.WAIT_TIMEOUT_S.name} sets it)."
-        ) from cause
-    return said
+def _probe(me: int, device, heaps: list[int], ids: dict[int, int]) -> str:
+    """Why the heaps of the others cannot be written to; empty if they can."""
+    try:
+        (row,) = ffi.probe([(me, device.local_hardware_id)], heaps, _PROBE_LIMIT_S)
+    except RuntimeError as error:
+        return str(error)
+    faults = [_fault(device.id, ids[p], code) for p, code in enumerate(row) if code]
+    return _faults(faults) if faults else ""
 
 
-# --------------------------------------------------------------------- regions
+# ------------------------------------------------ what the native side asks for
 def _make_region(devices: list[int]):
     """The part of the heaps that programs over these devices (global ids) use.
 
-    Called from the native side, at the first run of such a program. Half of what is
-    left, so that there is room for other meshes.
+    Asked for at the first run of such a program. Half of what is left, so that there is
+    room for other meshes.
 
     Returns:
       (addresses, places in the own heap, processes, bytes), a device each.
@@ -392,12 +332,13 @@ def _make_region(devices: list[int]):
     processes = [process_of[d] for d in devices]
     with _lock:
         world = _world
-        assert world is not None
-        offset, nbytes = world.used, (world.bytes - world.used) // 2 // _ALIGN * _ALIGN
+        assert world is not None  # as there is no reason
+        offset = world.used
+        nbytes = (world.bytes - offset) // 2 // _ALIGN * _ALIGN
         offsets = dict.fromkeys(devices, offset)
         if len(set(processes)) > 1:
-            told = _exchange(
-                f"region/{_name_of(devices)}", [offset, nbytes], sorted(set(processes))
+            told = exchange(
+                f"region/{_name(devices)}", [offset, nbytes], sorted(set(processes))
             )
             nbytes = min(size for _, size in told.values())
             offsets = {d: told[process_of[d]][0] for d in devices}
@@ -413,19 +354,17 @@ def _agree(devices: list[int], indices: list[int]) -> list[int]:
     processes = sorted({process_of[d] for d in devices})
     if len(processes) == 1:
         return indices
-    name = _name_of(devices)
+    name = _name(devices)
     with _lock:
         _agreements[name] += 1
         topic = f"agree/{name}/{_agreements[name]}"
-    told = _exchange(topic, indices, processes)
+    told = exchange(topic, indices, processes)
     return sorted(set(indices).intersection(*told.values()))
 
 
-def _name_of(devices: list[int]) -> str:
+def _name(devices: list[int]) -> str:
     return hashlib.sha256(json.dumps(devices).encode()).hexdigest()[:16]
 
-
-_agreements: collections.Counter = collections.Counter()
 
 ffi, why_missing = _load()
 if ffi is not None:

@@ -63,7 +63,7 @@ HEAP_BYTES = Variable(
     256 << 20,
     _positive_int,
     "a positive number of bytes",
-    "the size of the symmetric heap of each rank (on CPU of each team); read at import, "
+    "the size of the symmetric heap of each rank (on CPU a team's); read at import, "
     "on GPUs at the first native op",
 )
 NODE_SIZE = Variable(

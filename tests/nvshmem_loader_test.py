@@ -57,9 +57,12 @@ class LoadTest(parameterized.TestCase):
         cls._cache = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls._cache.cleanup)
 
+    def _folder(self) -> pathlib.Path:
+        return pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
     def setUp(self):
         super().setUp()
-        self._root = pathlib.Path(self.create_tempdir().full_path)
+        self._root = self._folder()
 
     def _library(self, version):
         """A library of this version, compiled once."""
@@ -201,7 +204,7 @@ class LoadTest(parameterized.TestCase):
 
     def test_two_paths(self):
         path = self._install()
-        other = self.create_tempdir().create_file("libnvshmem_host.so.3").full_path
+        other = str(self._folder() / "libnvshmem_host.so.3")
         shutil.copy(self._library(_VERSION), other)
         self._assert_refused(self._load(other), other, path, "loaded in this process")
 

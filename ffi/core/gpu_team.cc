@@ -11,10 +11,10 @@ namespace jax_overlap {
 namespace {
 
 constexpr size_t kAlign = 256;
-// A channel may take this share of a pool, or, where less than an eighth is left, this one
+// A channel may take this share of a pool, or, where less than a quarter is left, this one
 // of what is left.
 constexpr size_t kShare = 128;
-constexpr size_t kShareOfLittle = 16;
+constexpr size_t kShareOfLittle = 32;
 
 }  // namespace
 

@@ -3,6 +3,10 @@
 // A call is one launch. Its grid and the cut of its operands depend on shapes only, so
 // that they are alike on all ranks and in a captured graph. Everything that changes from
 // call to call, the sequence numbers, is in the channel.
+//
+// Registers (nvcc 13.0, sm_90a): 40 to 128, which is what 512 threads may have, so at least one
+// block is resident on a multiprocessor. No spills, but for a few bytes around the rare call
+// of PackTail in three kernels of one_shot (sm_80: two; sm_100: nine).
 #include <cuda_runtime.h>
 
 #include <algorithm>

@@ -8,6 +8,7 @@ left is what a call costs in a model.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 
@@ -22,13 +23,7 @@ import jax_overlap.testing
 
 _SHORT, _LONG = 10, 110  # calls
 _PASSES = 10  # of which the median is a round's
-_BASELINES = {
-    "lax": {},
-    # XLA's own one- and two-shot kernels instead of NCCL.
-    "lax, XLA's kernels": {
-        "xla_gpu_experimental_use_collective_kernels": "ALL_REDUCE",
-    },
-}
+_BASELINE = "lax"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,11 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(op: str, args: argparse.Namespace, variants: dict[str, dict]) -> list[dict]:
-    """Measures and prints; two rows for each size: with a multiply between calls, too."""
+    """Measures and prints; a row for each size, without and with a multiply between."""
     jax_overlap.testing.initialize()
     jax_overlap.init()
     mesh = Mesh(np.array(jax.devices()), ("x",))
-    baselines = {} if _share_gpus() else _BASELINES
+    # XLA's own kernels instead of NCCL: XLA_FLAGS, another run.
+    baselines = [] if _share_gpus() else [_BASELINE]
     rows = []
     if jax.process_index() == 0:
         print(
@@ -77,20 +73,19 @@ def _row(op, mesh, nbytes, multiply, variants, baselines, args) -> dict:
         NamedSharding(mesh, P("x")),
         lambda index: rows[index].astype(dtype),
     )
-    calls = {
-        name: (getattr(jax_overlap, op), {**own, "implementation": "native"}, {})
+    calls: dict = {
+        name: functools.partial(
+            getattr(jax_overlap, op), implementation="native", **own
+        )
         for name, own in variants.items()
-    } | {
-        name: (getattr(jax.lax, op), {}, options) for name, options in baselines.items()
     }
+    calls |= {name: getattr(jax.lax, op) for name in baselines}
     programs = {
         name: [
-            _program(call, own, mesh, multiply, count)
-            .lower(x)
-            .compile(compiler_options=options)
+            _program(call, mesh, multiply, count).lower(x).compile()
             for count in (_SHORT, _LONG)
         ]
-        for name, (call, own, options) in calls.items()
+        for name, call in calls.items()
     }
     for pair in programs.values():
         for program in pair * 2:
@@ -114,10 +109,10 @@ def _row(op, mesh, nbytes, multiply, variants, baselines, args) -> dict:
     }
 
 
-def _program(call, options, mesh, multiply, count):
+def _program(call, mesh, multiply, count):
     def local(x):
         for _ in range(count):
-            x = call(x, "x", **options)
+            x = call(x, "x")
             if multiply:
                 x = x * jnp.asarray(0.5, x.dtype)
         return x

@@ -212,7 +212,7 @@ def lower_to_handler(ctx, target: str, team: Team, axes, xs, **attributes):
 
 
 def _puts(team: Team) -> bool:
-    """Whether ranks of other nodes are put to: for tests also where stores reach them."""
+    """Whether ranks of other nodes are put to; in tests also where stores do reach."""
     return not team.reaches_all or (
         team.nodes > 1 and _native.test_switch("PUT_ACROSS_NODES")
     )

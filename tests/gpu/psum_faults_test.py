@@ -60,7 +60,7 @@ class Faults(parameterized.TestCase):
     def seen(self, outputs, rank):
         """The error that a rank saw."""
         (line,) = re.findall(rf"^rank {rank} saw: (.*)$", outputs[rank], re.M)
-        self.assertIn("psum", line)
+        self.assertIn("jax_overlap", line)
         return line
 
     def assert_names(self, text, rank):
