@@ -53,6 +53,9 @@ nb::dict StateTypes() {
   return types;
 }
 
+// What waits for a device, on which a program may wait for a Python callback: without the GIL.
+using NoGil = nb::call_guard<nb::gil_scoped_release>;
+
 void Raise(const std::string& error) {
   if (!error.empty()) throw std::runtime_error(error);
 }
@@ -139,13 +142,18 @@ NB_MODULE(_ffi_cuda, m) {
         Raise(LoadKernels(ordinals, PsumKernels()));
         Raise(GpuErrors::Get().Start());
       },
-      nb::arg("ordinals"));
-  m.def("enable_peers", [](const std::vector<int>& ordinals) { Raise(EnablePeers(ordinals)); });
-  m.def("allocate_heap", [](int ordinal, size_t bytes) {
-    char* heap = nullptr;
-    Raise(AllocateHeap(ordinal, bytes, &heap));
-    return reinterpret_cast<uintptr_t>(heap);
-  });
+      nb::arg("ordinals"), NoGil());
+  m.def(
+      "enable_peers", [](const std::vector<int>& ordinals) { Raise(EnablePeers(ordinals)); },
+      NoGil());
+  m.def(
+      "allocate_heap",
+      [](int ordinal, size_t bytes) {
+        char* heap = nullptr;
+        Raise(AllocateHeap(ordinal, bytes, &heap));
+        return reinterpret_cast<uintptr_t>(heap);
+      },
+      NoGil());
   m.def(
       "probe",
       [](const std::vector<std::pair<int, int>>& probers, const std::vector<uintptr_t>& heaps,

@@ -36,7 +36,7 @@ def exchange(topic: str, value: Any, processes: Iterable[int] | None = None) -> 
     for process in processes:
         try:
             text = client.blocking_key_value_get(
-                f"{_KEY}{topic}/{process}", 1 if absent else int(limit * 1000)
+                f"{_KEY}{topic}/{process}", 1000 if absent else int(limit * 1000)
             )
         except Exception as error:  # of jaxlib, which has no narrower type for it
             absent.append(process)
@@ -65,14 +65,14 @@ def within_limit(start: Callable[[], Any], what: str) -> Any:
     """`start()`, which waits for other processes, unless that takes too long.
 
     Raises:
-      RuntimeError: that of `start`, or that the limit has passed.
+      RuntimeError: the limit has passed; or whatever `start` raised.
     """
     done: queue.SimpleQueue = queue.SimpleQueue()
 
     def run():
         try:
             done.put((start(), None))
-        except RuntimeError as error:
+        except Exception as error:
             done.put((None, error))
 
     threading.Thread(target=run, daemon=True).start()

@@ -16,6 +16,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
+from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -102,6 +103,17 @@ def manual_mesh(ctx):
 def mesh_devices(mesh) -> list | None:
     """The devices of a mesh, in its order; None if it is abstract."""
     return None if isinstance(mesh, AbstractMesh) else list(mesh.devices.flat)
+
+
+def concrete_mesh(mesh):
+    """`mesh`, or the one that is set (`jax.set_mesh`) where that has no devices."""
+    context = _mesh.get_concrete_mesh()
+    return context if isinstance(mesh, AbstractMesh) and not context.empty else mesh
+
+
+def for_export(ctx) -> bool:
+    """Whether a lowering context is that of `jax.export`."""
+    return ctx.module_context.lowering_parameters.for_export
 
 
 def lower_for_devices(primitive) -> None:

@@ -72,7 +72,9 @@ class _World:
 _lock = threading.RLock()
 _world: _World | None = None
 _reason: str | None = None  # why there is no world, once that has been decided
+_absence: str | None = None  # another process has not come: there will be no other try
 _agreements: collections.Counter = collections.Counter()  # by mesh
+_regions: dict[str, tuple[int, int]] = {}  # by mesh: offset and bytes in the own heap
 
 
 def _load():
@@ -89,6 +91,8 @@ def _load():
             "build of jax_overlap is without CUDA. Build it where nvcc is, with "
             "-Ccmake.define.JAX_OVERLAP_CUDA=ON"
         )
+    if _ffi_cuda.api_version != _native.ffi.api_version:
+        return None, "the native modules of jax_overlap are of different builds"
     return _ffi_cuda, ""
 
 
@@ -109,7 +113,7 @@ def why_not(mesh) -> str:
     Raises:
       RuntimeError: another process did not come in time.
     """
-    if ffi is None:
+    if ffi is None and not _is_one_of_several():
         return why_missing
     if (devices := _compat.mesh_devices(mesh)) is None:
         return (
@@ -129,6 +133,11 @@ def why_not(mesh) -> str:
     return ""
 
 
+def _is_one_of_several() -> bool:
+    """Whether other processes, also on GPUs, have to hear what this one cannot."""
+    return jax.default_backend() == "gpu" and jax.process_count() > 1
+
+
 def reach(mesh) -> list[set] | None:
     """For each position in a mesh the positions that its stores reach; None: all."""
     if _world is None:
@@ -142,28 +151,47 @@ def describe() -> dict:
     """What `jax_overlap.info` says of GPUs."""
     return {
         "loaded": ffi is not None,
-        "why_not": why_missing or _reason or "",
+        "why_not": why_missing or _reason or _absence or "",
         "team": None if _world is None else _world.team,
         "ranks_on_a_gpu": 1 if _world is None else _world.sharers,
     }
 
 
 def start() -> str:
-    """Sets up the heaps once; the reason if that is not possible. Collective."""
-    global _world, _reason
+    """Sets up the heaps once; the reason if that is not possible. Collective.
+
+    Raises:
+      RuntimeError: another process did not come in time, now or before: what has been
+        said to others cannot be taken back, so there is one try.
+    """
+    global _world, _reason, _absence
     with _lock:
+        if _absence is not None:
+            raise RuntimeError(f"{_absence} Start the program anew.")
         if _world is None and _reason is None:
-            built, driver = ffi.cuda_versions()
-            if driver < built:
-                _reason = (
-                    f"jax_overlap was built for CUDA {_dotted(built)}, and the driver "
-                    f"is for CUDA {_dotted(driver)} at most"
-                )
-            elif jax.process_count() == 1:
-                _world, _reason = _start_process(jax.local_devices())
-            else:
-                _world, _reason = _start_processes(jax.local_devices())
+            local = jax.local_devices(backend="gpu")
+            try:
+                if jax.process_count("gpu") > 1:
+                    _world, _reason = _start_processes(local)
+                elif not (_reason := _why_not_here()):
+                    _world, _reason = _start_process(local)
+            except RuntimeError as error:
+                _absence = str(error)
+                raise
         return _reason or ""
+
+
+def _why_not_here() -> str:
+    """Why this process cannot, whatever the others do; empty if it can."""
+    if ffi is None:
+        return why_missing
+    built, driver = ffi.cuda_versions()
+    if driver < built:
+        return (
+            f"jax_overlap was built for CUDA {_dotted(built)}, and the driver is for "
+            f"CUDA {_dotted(driver)} at most"
+        )
+    return ""
 
 
 def _dotted(version: int) -> str:
@@ -232,7 +260,9 @@ def _faults(faults: list[str]) -> str:
 # ------------------------------------------------- several processes, a GPU each
 def _start_processes(local):
     """Agrees with the other processes, and starts NVSHMEM; returns as the former."""
-    nvshmem, why = _nvshmem.load()
+    nvshmem = None
+    if not (why := _why_not_here()):
+        nvshmem, why = _nvshmem.load()
     if not why and len(local) != 1:
         why = (
             f"it has {len(local)} GPUs, and with several processes each has to have "
@@ -246,8 +276,9 @@ def _start_processes(local):
             "heap": config.HEAP_BYTES.read(),
             "limit": config.WAIT_TIMEOUT_S.read(),
             "node": config.NODE_SIZE.read(),
-            "nvshmem": None if nvshmem is None else list(nvshmem.runtime_version()),
-            "gpu": ffi.device_name(local[0].local_hardware_id),
+            "most": config.PSUM_MAX_BYTES.read(),
+            "nvshmem": nvshmem and list(nvshmem.runtime_version()),
+            "gpu": None if why else ffi.device_name(local[0].local_hardware_id),
         },
     )
     if why := first_reason(everybody) or _difference(everybody):
@@ -255,12 +286,12 @@ def _start_processes(local):
     assert nvshmem is not None  # as there is no reason
     gpus = [theirs["gpu"] for theirs in everybody.values()]
     sharers = max(map(gpus.count, gpus))
-    me, count = jax.process_index(), jax.process_count()
+    me, count = jax.process_index(), jax.process_count("gpu")
     nbytes, used = _heap_bytes(count)
     (device,) = local
     own, heaps = 0, []
     _nvshmem.prepare_environment(nbytes)
-    identity = exchange("unique_id", nvshmem.unique_id().hex() if me == 0 else None)[0]
+    identity = _identity(nvshmem, me)
 
     def start_nvshmem():
         unique_id = bytes.fromhex(identity)
@@ -291,6 +322,20 @@ def _start_processes(local):
     return _World("nvshmem", addresses, own, nbytes, reached, used, sharers), None
 
 
+def _identity(nvshmem, me: int) -> str:
+    """What the processes of one NVSHMEM program have in common; process 0 makes it."""
+    mine = {"why": "", "id": ""}
+    if me == 0:
+        try:
+            mine["id"] = nvshmem.unique_id().hex()
+        except RuntimeError as error:
+            mine["why"] = str(error)
+    everybody = exchange("unique_id", mine)
+    if why := first_reason(everybody):
+        raise RuntimeError(why)
+    return everybody[0]["id"]
+
+
 def _difference(everybody: dict) -> str:
     """What all processes have to have alike and have not; empty if they do."""
     for key, name in (
@@ -298,6 +343,7 @@ def _difference(everybody: dict) -> str:
         ("heap", config.HEAP_BYTES.name),
         ("limit", config.WAIT_TIMEOUT_S.name),
         ("node", config.NODE_SIZE.name),
+        ("most", config.PSUM_MAX_BYTES.name),
         ("nvshmem", "the version of NVSHMEM"),
     ):
         values = {process: theirs[key] for process, theirs in everybody.items()}
@@ -328,21 +374,25 @@ def _make_region(devices: list[int]):
     """
     if reason := start():
         raise RuntimeError(reason)
-    process_of = {d.id: d.process_index for d in jax.devices()}
+    process_of = {d.id: d.process_index for d in jax.devices("gpu")}
     processes = [process_of[d] for d in devices]
     with _lock:
         world = _world
         assert world is not None  # as there is no reason
-        offset = world.used
-        nbytes = (world.bytes - offset) // 2 // _ALIGN * _ALIGN
+        # Taken before the others are told, and for good, as they may hear of it later.
+        key = _name(devices)
+        if key not in _regions:
+            _regions[key] = (
+                world.used,
+                (world.bytes - world.used) // 2 // _ALIGN * _ALIGN,
+            )
+            world.used += _regions[key][1]
+        offset, nbytes = _regions[key]
         offsets = dict.fromkeys(devices, offset)
         if len(set(processes)) > 1:
-            told = exchange(
-                f"region/{_name(devices)}", [offset, nbytes], sorted(set(processes))
-            )
+            told = exchange(f"region/{key}", [offset, nbytes], sorted(set(processes)))
             nbytes = min(size for _, size in told.values())
             offsets = {d: told[process_of[d]][0] for d in devices}
-        world.used = offset + nbytes
         bases = [world.heaps[d] and world.heaps[d] + offsets[d] for d in devices]
         symmetric = [world.own + offsets[d] for d in devices]
     return bases, symmetric, processes, nbytes
@@ -350,7 +400,7 @@ def _make_region(devices: list[int]):
 
 def _agree(devices: list[int], indices: list[int]) -> list[int]:
     """Those of the indices that all processes of these devices name; waits for them."""
-    process_of = {d.id: d.process_index for d in jax.devices()}
+    process_of = {d.id: d.process_index for d in jax.devices("gpu")}
     processes = sorted({process_of[d] for d in devices})
     if len(processes) == 1:
         return indices

@@ -13,7 +13,8 @@ from jax_overlap.ops._collective import plan_call, planners
 def explain(fn, *args, platform: str | None = None, **kwargs) -> list[Plan]:
     """Lists what each op that `fn(*args)` calls will do, and why.
 
-    The function is traced, not run: arguments may be `jax.ShapeDtypeStruct`s.
+    The function is traced, not run: arguments may be `jax.ShapeDtypeStruct`s. On GPUs
+    what native ops need is set up for it (`jax_overlap.init`), by all processes.
 
     Args:
       fn: a function that contains or is called inside `jax.shard_map`.
@@ -47,7 +48,7 @@ def _plans(jaxpr, mesh, manual, platform):
     for eqn in jaxpr.eqns:
         inner_mesh, inner_manual = mesh, manual
         if eqn.primitive.name == "shard_map":
-            inner_mesh = eqn.params["mesh"]
+            inner_mesh = _compat.concrete_mesh(eqn.params["mesh"])
             inner_manual = manual | eqn.params["newly_manual_axes"]
         if eqn.primitive in planners:
             assert mesh is not None  # no op is traced outside of shard_map

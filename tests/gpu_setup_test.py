@@ -172,12 +172,29 @@ class Agreement(absltest.TestCase):
         self.assertEqual(why, "process 1 cannot: no NVSHMEM")
 
     def test_settings_have_to_be_alike(self):
-        same = {"abi": 1, "heap": 5, "limit": 60.0, "node": None, "nvshmem": [3, 4, 5]}
+        same = {"abi": 1, "heap": 5, "limit": 60.0, "node": None, "most": 9}
+        same["nvshmem"] = [3, 4, 5]
         self.assertEqual(_cuda._difference({0: same, 1: dict(same)}), "")
         why = _cuda._difference({0: same, 1: same | {"heap": 6}})
         self.assertEqual(
             why, "JAX_OVERLAP_HEAP_BYTES differs between processes: {0: 5, 1: 6}"
         )
+
+    def test_there_is_one_try(self):
+        local = mock.patch.object(jax, "local_devices", return_value=[])
+        several = mock.patch.object(jax, "process_count", return_value=2)
+        late = mock.Mock(side_effect=RuntimeError("process 1 did not come."))
+        with (
+            local,
+            several,
+            mock.patch.object(_cuda, "_start_processes", late),
+            mock.patch.object(_cuda, "_absence", None),
+        ):
+            with self.assertRaisesRegex(RuntimeError, "did not come"):
+                _cuda.start()
+            with self.assertRaisesRegex(RuntimeError, "did not come.*program anew"):
+                _cuda.start()
+        late.assert_called_once()
 
     def test_a_start_has_a_limit(self):
         self.assertEqual(_agreement.within_limit(lambda: 5, "it"), 5)
@@ -197,15 +214,21 @@ class Agreement(absltest.TestCase):
     def test_regions_are_halves_of_what_is_left(self):
         heaps = {0: 1 << 40, 1: 2 << 40}
         world = _cuda._World("p2p", heaps, 1 << 40, 1 << 20, {}, 4096)
-        with mock.patch.object(_cuda, "_world", world):
+        with (
+            mock.patch.object(_cuda, "_world", world),
+            mock.patch.object(_cuda, "_regions", {}),
+            mock.patch.object(jax, "devices", return_value=jax.devices()),
+        ):
             first = _cuda._make_region([0, 1])
             second = _cuda._make_region([1, 0])
+            again = _cuda._make_region([0, 1])
+            self.assertEqual(_cuda._agree([0, 1], [3, 4]), [3, 4])
         at = (1 << 40) + 4096
         self.assertEqual(first[0], [at, at + (1 << 40)])
         self.assertEqual(first[2:], ([0, 0], (1 << 19) - 4096))
         self.assertEqual(second[0][1] - at, first[3])
         self.assertLess(second[3], first[3])
-        self.assertEqual(_cuda._agree([0, 1], [3, 4]), [3, 4])
+        self.assertEqual(again, first)
 
 
 if __name__ == "__main__":

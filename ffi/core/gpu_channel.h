@@ -38,6 +38,7 @@ struct GpuChannel {
   uint64_t limit_ns;    // of a wait
   uint64_t descriptor;  // what this rank takes the channel for; not 0
   Status* error;        // in mapped host memory
+  int32_t* stopped;     // there, too: something of this process has failed; may be null
   // Where the channel begins at each rank. A rank to which stores do not reach has the
   // number of its process in `pes`, and the address is that of the same place in the own
   // heap, as NVSHMEM wants it; others have -1.
@@ -78,7 +79,10 @@ struct GpuChannel {
     auto* const told = reinterpret_cast<int32_t*>(own);
     if (atomicCAS(told, 0, 1) == 0) Report(status);
   }
+  // What the host has not looked at yet says more.
   __device__ void Report(const Status& status) const {
+    if (*reinterpret_cast<const volatile int32_t*>(&error->failed) != kNone) return;
+    if (stopped != nullptr) *reinterpret_cast<volatile int32_t*>(stopped) = 1;
     Status fields = status;
     fields.failed = kNone;
     *error = fields;

@@ -39,6 +39,7 @@ struct GpuErrors::State {
   std::vector<Entry> entries;
   std::vector<size_t> free;
   std::string first;
+  int looked = 0;  // generation of the ledger
 };
 
 GpuErrors& GpuErrors::Get() {
@@ -50,7 +51,7 @@ std::string GpuErrors::Start() {
   if (state_ != nullptr) return "";
   // Memory of our own, registered: what CUDA allocates is gone with its context, and the
   // words are read once more when the process ends.
-  const size_t bytes = kWords * sizeof(ErrorWord);
+  const size_t bytes = (kWords + 1) * sizeof(ErrorWord);  // the last is `stopped`
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (memory == MAP_FAILED) return "no host memory for error words";
@@ -72,6 +73,8 @@ std::string GpuErrors::Start() {
   }).detach();
   return "";
 }
+
+int32_t* GpuErrors::stopped() const { return &state_->words[kWords].status.failed; }
 
 Status* GpuErrors::Take(std::function<std::string(const Status&)> describe) {
   std::lock_guard<std::mutex> lock(state_->mutex);
@@ -100,15 +103,21 @@ void GpuErrors::Give(Status* word) {
 void GpuErrors::Look() {
   std::lock_guard<std::mutex> lock(state_->mutex);
   const int generation = Ledger::Get().generation();
+  if (state_->looked != generation) __atomic_store_n(stopped(), 0, __ATOMIC_RELEASE);
+  state_->looked = generation;
   for (size_t i = 0; i < state_->entries.size(); ++i) {
     Status& word = state_->words[i].status;
     const int32_t failed = __atomic_load_n(&word.failed, __ATOMIC_ACQUIRE);
     if (failed == kNone) continue;
-    const Status status = word;
+    Status status = word;
+    status.failed = failed;
     // The next call on the channel, which is broken, says so again.
     __atomic_store_n(&word.failed, kNone, __ATOMIC_RELEASE);
     State::Entry& entry = state_->entries[i];
     if (!entry.describe || entry.reported == generation) continue;
+    // What follows from an error that is known is no news.
+    const bool known = state_->failed.load() && state_->generation.load() == generation;
+    if (failed == kBroken && known) continue;
     entry.reported = generation;
     const std::string text = entry.describe(status);
     // At once, since nobody may ever read the result.

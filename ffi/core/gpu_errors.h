@@ -25,6 +25,9 @@ class GpuErrors {
   Status* Take(std::function<std::string(const Status&)> describe);
   void Give(Status* word);
 
+  // A word for kernels that they set when one has failed, after which none waits for long.
+  int32_t* stopped() const;
+
   // Looks at all words now.
   void Look();
   // The first text since the ledger was last cleared; empty if all is well. Costs nothing.

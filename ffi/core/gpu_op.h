@@ -49,6 +49,11 @@ class GpuSite {
 
  private:
   std::string Take(const std::function<Need(size_t)>& need);
+  void Drop();
+  // What is the same on all ranks, if they make the same call.
+  uint64_t Descriptor(uint64_t hash) const;
+  // That of `groups_[index]`.
+  std::string MakeChannel(int64_t index, uint64_t descriptor, GpuChannel* channel);
   // `group`: the places of the ranks.
   std::string Describe(const int64_t* group, const Status& status) const;
 
@@ -65,9 +70,9 @@ class GpuSite {
   std::map<int, GpuChannel> channels_;  // by ordinal
 };
 
-// The initialize stage of all ops, at the start of each execution: fails it if an error is
-// unacknowledged.
-xla::ffi::Error InitializeOnGpu();
+// The text of an earlier error that nobody has acknowledged, which fails an execution; or
+// an empty one.
+std::string UnacknowledgedOnGpu();
 
 // An FFI target with its stages and its state type, as cuda_bindings.cc registers them.
 struct GpuHandler {

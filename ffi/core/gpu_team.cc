@@ -53,9 +53,18 @@ std::string GpuPool::Take(size_t bytes, Piece* piece) {
   return "";
 }
 
-void GpuPool::Leave(const Piece& piece) { left_.push_back(piece); }
+void GpuPool::Leave(const Piece& piece) {
+  std::lock_guard<std::mutex> lock(left_mutex_);
+  left_.push_back(piece);
+}
+
+std::vector<GpuPool::Piece> GpuPool::left() {
+  std::lock_guard<std::mutex> lock(left_mutex_);
+  return left_;
+}
 
 void GpuPool::Reclaim(const std::vector<int>& indices) {
+  std::lock_guard<std::mutex> lock(left_mutex_);
   for (const int index : indices) {
     const auto found = std::find_if(left_.begin(), left_.end(),
                                     [&](const Piece& piece) { return piece.index == index; });
@@ -105,16 +114,11 @@ GpuPool* GpuWorld::PoolOf(const std::vector<int64_t>& devices, std::string* erro
   return pool.get();
 }
 
-std::string GpuWorld::Take(GpuPool& pool, size_t bytes, GpuPool::Piece* piece) {
-  if (pool.short_of_room()) {
-    if (std::string error = Reclaim(pool); !error.empty()) return error;
-  }
-  return pool.Take(bytes, piece);
-}
-
-std::string GpuWorld::Reclaim(GpuPool& pool) {
+std::string GpuWorld::MakeRoom(GpuPool& pool) {
+  if (!pool.short_of_room()) return "";
+  const std::vector<GpuPool::Piece> left = pool.left();
   std::vector<int> indices;
-  for (const GpuPool::Piece& piece : pool.left()) indices.push_back(piece.index);
+  for (const GpuPool::Piece& piece : left) indices.push_back(piece.index);
   try {
     indices = setup_.agree(pool.devices(), indices);
     // Whoever takes a piece next finds it as it was in the beginning: no old sequence numbers.
@@ -124,7 +128,7 @@ std::string GpuWorld::Reclaim(GpuPool& pool) {
       if (device == devices.end()) continue;
       char* const base = pool.region().bases[device - devices.begin()];
       std::vector<std::pair<char*, size_t>> ranges;
-      for (const GpuPool::Piece& piece : pool.left()) {
+      for (const GpuPool::Piece& piece : left) {
         if (std::count(indices.begin(), indices.end(), piece.index) == 0) continue;
         ranges.emplace_back(base + piece.offset, piece.bytes);
         ranges.emplace_back(base + pool.DirectoryOffset(piece.index), pool.DirectoryBytes());

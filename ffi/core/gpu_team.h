@@ -47,10 +47,11 @@ class GpuPool {
   size_t Budget() const;
 
   // What programs that are gone have left. Other ranks may still have theirs: a piece is
-  // free once all have let go of it, which they agree upon when room gets short.
+  // free once all have let go of it, which they agree upon when room gets short. Python ends
+  // programs with the GIL held, so Leave has a lock of its own, that of nobody who waits.
   void Leave(const Piece& piece);
   bool short_of_room() const { return free_bytes_ < reclaim_below_; }
-  const std::vector<Piece>& left() const { return left_; }
+  std::vector<Piece> left();
   // These of them are free, and cleared, everywhere.
   void Reclaim(const std::vector<int>& indices);
 
@@ -69,6 +70,7 @@ class GpuPool {
   std::set<int> free_indices_;
   size_t reclaim_below_;
   // A rank's own.
+  std::mutex left_mutex_;
   std::vector<Piece> left_;
 };
 
@@ -97,12 +99,10 @@ class GpuWorld {
   std::mutex& mutex() { return mutex_; }
   // The pool of these devices, made at its first use; null, with `error` set, if that fails.
   GpuPool* PoolOf(const std::vector<int64_t>& devices, std::string* error);
-  // A piece of a pool, after getting back what programs have left if it is short of room.
-  std::string Take(GpuPool& pool, size_t bytes, GpuPool::Piece* piece);
+  // Gets back what programs have left, if the pool is short of room.
+  std::string MakeRoom(GpuPool& pool);
 
  private:
-  std::string Reclaim(GpuPool& pool);
-
   std::mutex mutex_;
   Setup setup_ = {};
   std::map<std::vector<int64_t>, std::unique_ptr<GpuPool>> pools_;

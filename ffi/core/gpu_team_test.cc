@@ -3,6 +3,7 @@
 #include "core/gpu_team.h"
 
 #include <cstdio>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -38,11 +39,14 @@ GpuRegion Region(size_t ranks, size_t bytes) {
   return region;
 }
 
-GpuPool Pool(size_t bytes = kPart) { return GpuPool({0, 1, 2, 3}, Region(4, bytes)); }
+std::unique_ptr<GpuPool> MakePool(size_t bytes = kPart) {
+  return std::make_unique<GpuPool>(std::vector<int64_t>{0, 1, 2, 3}, Region(4, bytes));
+}
 
 // 80 layers with two call sites each, as large as they may be.
 void TestManyCallSitesFitTheDefaultHeap() {
-  GpuPool pool = Pool();
+  const auto made = MakePool();
+  GpuPool& pool = *made;
   JO_CHECK(pool.Budget() == kPart / 128);
   for (int site = 0; site < 160; ++site) {
     GpuPool::Piece piece;
@@ -53,7 +57,8 @@ void TestManyCallSitesFitTheDefaultHeap() {
 }
 
 void TestPiecesDoNotOverlapAndAreReused() {
-  GpuPool pool = Pool(4 << 20);
+  const auto made = MakePool(4 << 20);
+  GpuPool& pool = *made;
   std::vector<GpuPool::Piece> pieces(3);
   for (GpuPool::Piece& piece : pieces) JO_CHECK(pool.Take(1000, &piece).empty());
   const size_t directory = GpuPool::kMaxChannels * pool.DirectoryBytes();
@@ -73,7 +78,8 @@ void TestPiecesDoNotOverlapAndAreReused() {
 }
 
 void TestFull() {
-  GpuPool pool = Pool(1 << 20);
+  const auto made = MakePool(1 << 20);
+  GpuPool& pool = *made;
   GpuPool::Piece piece;
   const std::string error = pool.Take(2 << 20, &piece);
   JO_CHECK(error.find("2097152 bytes") != std::string::npos);
@@ -82,7 +88,8 @@ void TestFull() {
 }
 
 void TestTooManyCallSites() {
-  GpuPool pool = Pool();
+  const auto made = MakePool();
+  GpuPool& pool = *made;
   GpuPool::Piece piece;
   for (int i = 0; i < GpuPool::kMaxChannels; ++i) JO_CHECK(pool.Take(64, &piece).empty());
   JO_CHECK(pool.Take(64, &piece).find("4096") != std::string::npos);
@@ -92,17 +99,16 @@ void TestTooManyCallSites() {
 void TestWorldReclaimsWhatAllHaveLeft() {
   std::vector<std::vector<int>> asked;
   GpuWorld world;
-  world.Configure({{{0, 2}},
-                   [](const std::vector<int64_t>& devices) {
-                     return Region(devices.size(), 4 << 20);
-                   },
-                   [&](const std::vector<int64_t>&, std::vector<int> indices) {
-                     asked.push_back(indices);
-                     if (!indices.empty()) indices.pop_back();
-                     return indices;
-                   },
-                   1.5,
-                   32});
+  world.Configure(
+      {{{0, 2}},
+       [](const std::vector<int64_t>& devices) { return Region(devices.size(), 4 << 20); },
+       [&](const std::vector<int64_t>&, std::vector<int> indices) {
+         asked.push_back(indices);
+         if (!indices.empty()) indices.pop_back();
+         return indices;
+       },
+       1.5,
+       32});
   std::string error;
   GpuPool* const pool = world.PoolOf({0, 1, 2, 3}, &error);
   JO_CHECK(pool != nullptr && world.PoolOf({0, 1, 2, 3}, &error) == pool);
@@ -111,12 +117,14 @@ void TestWorldReclaimsWhatAllHaveLeft() {
   std::vector<GpuPool::Piece> pieces;
   while (!pool->short_of_room()) {
     pieces.emplace_back();
-    JO_CHECK(world.Take(*pool, 100 << 10, &pieces.back()).empty());
+    JO_CHECK(world.MakeRoom(*pool).empty());
+    JO_CHECK(pool->Take(100 << 10, &pieces.back()).empty());
   }
   JO_CHECK(asked.empty());
   for (const GpuPool::Piece& piece : {pieces[3], pieces[5]}) pool->Leave(piece);
   GpuPool::Piece piece;
-  JO_CHECK(world.Take(*pool, 100 << 10, &piece).empty());
+  JO_CHECK(world.MakeRoom(*pool).empty());
+  JO_CHECK(pool->Take(100 << 10, &piece).empty());
   JO_CHECK(asked.size() == 2 && asked[0] == std::vector<int>({3, 5}) && asked[1].empty());
   JO_CHECK(piece.index == 3 && piece.offset == pieces[3].offset);
   JO_CHECK(pool->left().size() == 1 && pool->left()[0].index == 5);

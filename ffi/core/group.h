@@ -26,16 +26,19 @@ struct Others {
   int count;
   int place;
 
+  // Rotated(place, k, count), without a division.
+  JO_HD int Peer(int k) const { return place + k < count ? place + k : place + k - count; }
+
   // f(peer's place) for all others, by all threads together.
   template <class F>
   JO_HD void ForAll(F f) const {
     JO_NO_UNROLL
-    for (int k = 1; k < count; ++k) f(Rotated(place, k, count));
+    for (int k = 1; k < count; ++k) f(Peer(k));
   }
   // f(peer's place) for all others, each by one thread.
   template <class Threads, class F>
   JO_HD void ForEach(const Threads& threads, F f) const {
-    for (int k = 1 + threads.index(); k < count; k += threads.count()) f(Rotated(place, k, count));
+    for (int k = 1 + threads.index(); k < count; k += threads.count()) f(Peer(k));
   }
 
   // send(peer's place) stores what the peer gets in its heap; then all are told: a signal

@@ -114,6 +114,7 @@ class P2pLink {
 
  private:
   static constexpr uint32_t kLooksBetweenClockReads = 64;
+  static constexpr uint64_t kMillisecond = 1000 * 1000;
 
   static __device__ Cell Read(const Cell* mine) {
     Cell cell;
@@ -142,14 +143,20 @@ class P2pLink {
     if (failed()) return true;
     if (++looks_ % kLooksBetweenClockReads != 0) return false;
     const uint64_t now = Now();
-    if (deadline_ == 0) deadline_ = now + channel_.limit_ns;
-    if (now < deadline_) return false;
+    if (start_ == 0) start_ = now;
+    if (now - start_ < kMillisecond) return false;
+    // Where one wait was in vain all others would be, one after the other.
+    if (channel_.stopped != nullptr && *static_cast<const volatile int32_t*>(channel_.stopped)) {
+      Fail(kBroken, expected, seen, where);
+      return true;
+    }
+    if (now - start_ < channel_.limit_ns) return false;
     Fail(kExpired, expected, seen, where);
     return true;
   }
 
   const GpuChannel& channel_;
-  uint64_t deadline_ = 0;  // from the first reading of the clock on
+  uint64_t start_ = 0;  // the first reading of the clock
   uint32_t looks_ = 0;
   Status* const status_;
 };

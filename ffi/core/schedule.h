@@ -51,9 +51,7 @@ JO_HD Slice SubSliceOf(Slice slice, int parts, int index, size_t align) {
 
 // The k-th peer that `rank` serves, k = 1 .. size-1. Ranks start with different
 // peers, so that no peer is written to by all of them at once.
-JO_HD int Rotated(int rank, int k, int size) {
-  return rank + k < size ? rank + k : rank + k - size;
-}
+JO_HD int Rotated(int rank, int k, int size) { return (rank + k) % size; }
 
 // The order in which `rank` computes the slices of a matmul, so that no transfer is
 // left over at the end (arXiv:2604.24013). Slice s belongs to rank s; `step` is 0 ..

@@ -18,7 +18,7 @@ enum Failure : int32_t {
   kNone = 0,
   kExpired = 1,   // a wait has passed its limit
   kMismatch = 2,  // a peer takes the call for another one
-  kBroken = 3,    // an earlier call on the channel has failed
+  kBroken = 3,    // an earlier call has failed
 };
 
 struct Status {

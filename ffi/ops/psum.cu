@@ -71,11 +71,6 @@ constexpr size_t kSmallestPiece = 512;
 constexpr size_t kMaxChannelBytes = 8 << 20;  // more does not make a call faster
 
 template <class Algorithm, class T>
-size_t BlockBytes(TeamShape shape, size_t piece) {
-  return PsumChannelBytes<Algorithm>(shape, piece);
-}
-
-template <class Algorithm, class T>
 Layout MakeLayout(TeamShape shape, bool cells, const std::vector<int64_t>& counts, size_t budget) {
   size_t elements = 0;
   for (const int64_t count : counts) elements += count;
@@ -87,10 +82,10 @@ Layout MakeLayout(TeamShape shape, bool cells, const std::vector<int64_t>& count
   layout.grid = static_cast<int>(
       std::clamp<size_t>(CeilDiv(elements, wanted), 1, GpuWorld::Get().max_blocks()));
   layout.piece = std::max(smallest, RoundUp(CeilDiv(elements, layout.grid), kSliceAlign<T>));
-  layout.block_bytes = BlockBytes<Algorithm, T>(shape, layout.piece);
+  layout.block_bytes = PsumChannelBytes<Algorithm>(shape, layout.piece);
   while (layout.grid * layout.block_bytes > budget && layout.piece > smallest) {
     layout.piece = std::max(smallest, RoundUp(layout.piece / 2, kSliceAlign<T>));
-    layout.block_bytes = BlockBytes<Algorithm, T>(shape, layout.piece);
+    layout.block_bytes = PsumChannelBytes<Algorithm>(shape, layout.piece);
   }
   while (layout.grid * layout.block_bytes > budget && layout.grid > 1) layout.grid /= 2;
 
@@ -172,15 +167,28 @@ cudaError_t Launch(const PsumGpuSite& site, const PsumArguments& arguments, cuda
   return cudaGetLastError();
 }
 
+ffi::Error Internal(const std::string& text) { return ffi::Error(ffi::ErrorCode::kInternal, text); }
+
+std::string ChannelAt(PsumGpuSite* site, int32_t ordinal, const GpuChannel** channel) {
+  return site->gpu.ChannelAt(
+      ordinal, [site](size_t budget) { return site->Need(budget); }, channel);
+}
+
+// At the start of each execution of a program, for all of its calls in one order: also for
+// those that a condition leaves out, which may be others on other ranks. So it is here that
+// a channel is taken.
+ffi::Error Initialize(PsumGpuSite* site, int32_t ordinal) {
+  std::string error = UnacknowledgedOnGpu();
+  const GpuChannel* channel = nullptr;
+  if (error.empty()) error = ChannelAt(site, ordinal, &channel);
+  return error.empty() ? ffi::Error::Success() : Internal(error);
+}
+
 ffi::Error Execute(cudaStream_t stream, PsumGpuSite* site, int32_t ordinal, ffi::Dictionary,
                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  const auto internal = [](const std::string& text) {
-    return ffi::Error(ffi::ErrorCode::kInternal, text);
-  };
   const GpuChannel* channel = nullptr;
-  const std::string error =
-      site->gpu.ChannelAt(ordinal, [&](size_t budget) { return site->Need(budget); }, &channel);
-  if (!error.empty()) return internal(error);
+  const std::string error = ChannelAt(site, ordinal, &channel);
+  if (!error.empty()) return Internal(error);
 
   PsumArguments arguments;
   arguments.channel = *channel;
@@ -192,12 +200,12 @@ ffi::Error Execute(cudaStream_t stream, PsumGpuSite* site, int32_t ordinal, ffi:
     for (uint32_t i = 0; i < arguments.leaf_count; ++i) {
       const auto in = args.get<ffi::AnyBuffer>(begin + i);
       auto out = rets.get<ffi::AnyBuffer>(begin + i);
-      if (in.has_error() || out.has_error()) return internal(site->gpu.what() + ": bad operands");
+      if (in.has_error() || out.has_error()) return Internal(site->gpu.what() + ": bad operands");
       const auto unaligned = [](const void* p) {
         return reinterpret_cast<uintptr_t>(p) % kOperandAlign != 0;
       };
       if (unaligned(in->untyped_data()) || unaligned((*out)->untyped_data())) {
-        return internal(site->gpu.what() + ": an operand does not start at a multiple of " +
+        return Internal(site->gpu.what() + ": an operand does not start at a multiple of " +
                         std::to_string(kOperandAlign) + " bytes, as all of XLA's do");
       }
       const size_t count = in->element_count();
@@ -208,7 +216,7 @@ ffi::Error Execute(cudaStream_t stream, PsumGpuSite* site, int32_t ordinal, ffi:
     }
     const cudaError_t launched = Launch(*site, arguments, stream);
     if (launched != cudaSuccess) {
-      return internal(site->gpu.what() + ": " + cudaGetErrorString(launched));
+      return Internal(site->gpu.what() + ": " + cudaGetErrorString(launched));
     }
   }
   return ffi::Error::Success();
@@ -226,7 +234,9 @@ XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate,
                            .Attr<std::string_view>("dtype")
                            .Attr<ffi::Span<const int64_t>>("counts")
                            .Attr<int64_t>("algorithm"));
-XLA_FFI_DEFINE_HANDLER(kInitialize, InitializeOnGpu, ffi::Ffi::BindInitialize());
+XLA_FFI_DEFINE_HANDLER(
+    kInitialize, Initialize,
+    ffi::Ffi::BindInitialize().Ctx<ffi::State<PsumGpuSite>>().Ctx<ffi::DeviceOrdinal>());
 XLA_FFI_DEFINE_HANDLER(kExecute, Execute,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()

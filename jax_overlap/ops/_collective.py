@@ -134,15 +134,31 @@ def make_varying(x, axes: tuple):
 planners: dict[Primitive, Callable[..., Plan]] = {}
 
 
+# Those that can be native on GPUs.
+_on_gpu: set[Primitive] = set()
+_FOR_EXPORT = (
+    "an exported program may run on other devices than it was lowered for, and on GPUs "
+    "these are attributes of the custom call"
+)
+
+
 def plan_call(
-    primitive, avals, params: dict, mesh, manual_axes, platforms
+    primitive, avals, params: dict, mesh, manual_axes, platforms, for_export=False
 ) -> tuple[Team, Plan]:
     """The team and the plan of a call with these operands, at this place."""
     situation = Situation(
         platforms, frozenset(mesh.axis_names), manual_axes, jax.process_count()
     )
     reach = None
-    if situation.on_gpu and params["implementation"] != "reference":
+    wants_gpu = (
+        situation.on_gpu
+        and primitive in _on_gpu
+        and params["implementation"] != "reference"
+        and str(avals[0].dtype) in NATIVE_DTYPES
+    )
+    if wants_gpu and for_export:
+        situation = dataclasses.replace(situation, why_no_gpu=_FOR_EXPORT)
+    elif wants_gpu:
         situation = dataclasses.replace(situation, why_no_gpu=_cuda.why_not(mesh))
         if not situation.why_no_gpu:
             reach = _cuda.reach(mesh)
@@ -154,7 +170,13 @@ def plan_lowering(ctx, primitive, params: dict) -> tuple[Team, Plan]:
     """The same for a call that is lowered; counts the plan."""
     mesh, manual = _compat.manual_mesh(ctx)
     team, plan = plan_call(
-        primitive, ctx.avals_in, params, mesh, manual, _compat.platforms(ctx)
+        primitive,
+        ctx.avals_in,
+        params,
+        mesh,
+        manual,
+        _compat.platforms(ctx),
+        _compat.for_export(ctx),
     )
     count_or_refuse(plan, params["implementation"])
     return team, plan
@@ -162,6 +184,7 @@ def plan_lowering(ctx, primitive, params: dict) -> tuple[Team, Plan]:
 
 def lower_on_gpu(primitive, rule) -> None:
     """Registers a lowering for GPUs, if this installation has what it takes."""
+    _on_gpu.add(primitive)
     if _cuda.ffi is not None:
         mlir.register_lowering(primitive, rule, platform="cuda")
         _compat.lower_for_devices(primitive)

@@ -211,6 +211,24 @@ class Grids(Contract):
         want = (carry, np.stack(beside, 1))
         self.check(fn, turns[0], (x,), want, check_vma=False, repeats=5)
 
+    def test_a_condition_of_which_the_ranks_take_different_branches(self):
+        """What a rank leaves out must not shift what it calls afterwards."""
+        along, across = self.turns()[1], self.turns()[0]  # over "b", over "a"
+        x = tools.exact(self.seed, (along.size, 700), np.float32)
+        first = np.arange(along.size) < along.shape[1]  # those at 0 of "a"
+
+        def fn(x):
+            def summed(x):
+                return jax_overlap.psum(x[:500], "b").sum() + x
+
+            y = lax.cond(lax.axis_index("a") == 0, summed, lambda x: x, x)
+            return jax_overlap.psum(y, "a")
+
+        part = self.want(along, (x[:, :500],), np.float32).sum(1, keepdims=True)
+        want = self.right(across, np.where(first[:, None], part + x, x))
+        calls = (along.team > 1) + (across.team > 1)
+        self.check(fn, along, (x,), want, check_vma=False, calls=calls, repeats=5)
+
 
 class Hashes(Contract):
     """The same bits whatever XLA does with a program, such as capture it in a graph.
