@@ -6,7 +6,7 @@
 
 #include <chrono>
 
-#include "core/host_op.h"
+#include "core/handler_tables.h"
 #include "core/ledger.h"
 #include "core/rendezvous.h"
 #include "core/team.h"
@@ -24,28 +24,6 @@ const Handler kHandlers[] = {
     PsumScatterHandler(),
 };
 
-nb::dict Targets() {
-  nb::dict targets;
-  for (const Handler& handler : kHandlers) {
-    nb::dict stages;
-    stages["instantiate"] = nb::capsule(handler.instantiate);
-    stages["execute"] = nb::capsule(handler.execute);
-    targets[handler.target] = stages;
-  }
-  return targets;
-}
-
-nb::dict StateTypes() {
-  nb::dict types;
-  for (const Handler& handler : kHandlers) {
-    nb::dict type;
-    type["type_id"] = nb::capsule(handler.state_id);
-    type["type_info"] = nb::capsule(handler.state_info);
-    types[handler.state_name] = type;
-  }
-  return types;
-}
-
 }  // namespace
 
 NB_MODULE(_ffi, m) {
@@ -55,8 +33,10 @@ NB_MODULE(_ffi, m) {
 #else
   m.attr("testing") = false;
 #endif
-  m.def("targets", &Targets, "FFI targets: name -> stage -> capsule");
-  m.def("state_types", &StateTypes, "FFI state types: name -> type_id, type_info");
+  m.def("targets", [] { return TargetsOf(kHandlers); }, "FFI targets: name -> stage -> capsule");
+  m.def(
+      "state_types", [] { return StateTypesOf(kHandlers); },
+      "FFI state types: name -> type_id, type_info");
   m.def(
       "configure",
       [](double wait_timeout_s, size_t heap_bytes) {

@@ -18,6 +18,7 @@
 #include "core/gpu_memory.h"
 #include "core/gpu_op.h"
 #include "core/gpu_team.h"
+#include "core/handler_tables.h"
 #include "core/ledger.h"
 #include "ops/gpu_handlers.h"
 #include "ops/psum_nvshmem.h"
@@ -28,30 +29,7 @@ using namespace jax_overlap;  // NOLINT
 
 namespace {
 
-const GpuHandler kHandlers[] = {PsumGpuHandler()};
-
-nb::dict Targets() {
-  nb::dict targets;
-  for (const GpuHandler& handler : kHandlers) {
-    nb::dict stages;
-    stages["instantiate"] = nb::capsule(handler.instantiate);
-    stages["initialize"] = nb::capsule(handler.initialize);
-    stages["execute"] = nb::capsule(handler.execute);
-    targets[handler.target] = stages;
-  }
-  return targets;
-}
-
-nb::dict StateTypes() {
-  nb::dict types;
-  for (const GpuHandler& handler : kHandlers) {
-    nb::dict type;
-    type["type_id"] = nb::capsule(handler.state_id);
-    type["type_info"] = nb::capsule(handler.state_info);
-    types[handler.state_name] = type;
-  }
-  return types;
-}
+const Handler kHandlers[] = {PsumGpuHandler()};
 
 // What waits for a device, on which a program may wait for a Python callback: without the GIL.
 using NoGil = nb::call_guard<nb::gil_scoped_release>;
@@ -123,10 +101,11 @@ void Configure(std::map<int, int64_t> local, nb::callable make_region, nb::calla
 
 NB_MODULE(_ffi_cuda, m) {
   m.attr("api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
-  m.attr("max_ranks") = kMaxGpuRanks;
   m.attr("probe_bytes") = kProbeBytes;
-  m.def("targets", &Targets, "FFI targets: name -> stage -> capsule");
-  m.def("state_types", &StateTypes, "FFI state types: name -> type_id, type_info");
+  m.def("targets", [] { return TargetsOf(kHandlers); }, "FFI targets: name -> stage -> capsule");
+  m.def(
+      "state_types", [] { return StateTypesOf(kHandlers); },
+      "FFI state types: name -> type_id, type_info");
   m.def("cuda_versions", &CudaVersions);
   m.def("device_name", &DeviceName, "A name that no other GPU has");
   m.def("share_ledger",

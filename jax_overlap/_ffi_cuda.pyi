@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 api_version: tuple[int, int]
-max_ranks: int
 probe_bytes: int
 
 def targets() -> dict[str, dict[str, Any]]: ...

@@ -23,6 +23,16 @@ bool WithElementType(xla::ffi::DataType dtype, F f) {
   }
 }
 
+// f(a value) for each element type.
+template <class F>
+void ForElementTypes(F f) {
+  using xla::ffi::DataType;
+  for (const DataType dtype :
+       {DataType::F32, DataType::BF16, DataType::F16, DataType::F64, DataType::S32, DataType::S8}) {
+    WithElementType(dtype, f);
+  }
+}
+
 // The element type that numpy calls so; INVALID if ops do not take it.
 inline xla::ffi::DataType ElementTypeOf(std::string_view name) {
   using xla::ffi::DataType;

@@ -34,11 +34,11 @@ static_assert(sizeof(BlockHead) == sizeof(Word), "a head is one line");
 struct GpuChannel {
   char* own;  // where the channel begins in the own heap
   TeamShape shape;
-  int64_t directory;    // bytes from the directory's words for this channel to the channel
-  uint64_t limit_ns;    // of a wait
-  uint64_t descriptor;  // what this rank takes the channel for; not 0
-  Status* error;        // in mapped host memory
-  int32_t* stopped;     // there, too: something of this process has failed; may be null
+  int64_t directory;       // bytes from the directory's words for this channel to the channel
+  uint64_t limit_ns;       // of a wait
+  uint64_t descriptor;     // what this rank takes the channel for; not 0
+  Status* error;           // in mapped host memory
+  const int32_t* stopped;  // there, too: something of this process has failed; may be null
   // Where the channel begins at each rank. A rank to which stores do not reach has the
   // number of its process in `pes`, and the address is that of the same place in the own
   // heap, as NVSHMEM wants it; others have -1.
@@ -55,7 +55,7 @@ struct GpuChannel {
 #if defined(__CUDACC__)
   // By all threads of a block. Block 0 says what the channel is; all compare.
   template <class Link>
-  __device__ void Meet(Link& link, Status* status) const {
+  __device__ void Meet(Link& link) const {
     const int peer = threadIdx.x;  // a block has more threads than a team has ranks
     const bool meets = peer < shape.size && peer != shape.rank;
     if (meets && blockIdx.x == 0) {
@@ -82,7 +82,6 @@ struct GpuChannel {
   // What the host has not looked at yet says more.
   __device__ void Report(const Status& status) const {
     if (*reinterpret_cast<const volatile int32_t*>(&error->failed) != kNone) return;
-    if (stopped != nullptr) *reinterpret_cast<volatile int32_t*>(stopped) = 1;
     Status fields = status;
     fields.failed = kNone;
     *error = fields;

@@ -28,18 +28,13 @@ struct alignas(64) ErrorWord {
 // Never freed: kernels and the thread may outlive everything else.
 struct GpuErrors::State {
   ErrorWord* words;
-  std::atomic<bool> failed{false};  // since the ledger was cleared in `generation`
-  std::atomic<int> generation{0};
+  // The generation of the ledger in which something failed last, and what it was first.
+  std::atomic<int> failed_in{-1};
+  std::string first;
 
   std::mutex mutex;
-  struct Entry {
-    std::function<std::string(const Status&)> describe;
-    int reported = -1;  // generation of the ledger in which it was
-  };
-  std::vector<Entry> entries;
+  std::vector<std::function<std::string(const Status&)>> describe;  // of a word
   std::vector<size_t> free;
-  std::string first;
-  int looked = 0;  // generation of the ledger
 };
 
 GpuErrors& GpuErrors::Get() {
@@ -78,13 +73,13 @@ int32_t* GpuErrors::stopped() const { return &state_->words[kWords].status.faile
 
 Status* GpuErrors::Take(std::function<std::string(const Status&)> describe) {
   std::lock_guard<std::mutex> lock(state_->mutex);
-  size_t index = state_->entries.size();
+  size_t index = state_->describe.size();
   if (!state_->free.empty()) {
     index = state_->free.back();
     state_->free.pop_back();
-    state_->entries[index] = {std::move(describe)};
+    state_->describe[index] = std::move(describe);
   } else if (index < kWords) {
-    state_->entries.push_back({std::move(describe)});
+    state_->describe.push_back(std::move(describe));
   } else {
     return nullptr;
   }
@@ -96,16 +91,14 @@ void GpuErrors::Give(Status* word) {
   Look();
   std::lock_guard<std::mutex> lock(state_->mutex);
   const size_t index = reinterpret_cast<ErrorWord*>(word) - state_->words;
-  state_->entries[index] = {};
+  state_->describe[index] = nullptr;
   state_->free.push_back(index);
 }
 
 void GpuErrors::Look() {
   std::lock_guard<std::mutex> lock(state_->mutex);
   const int generation = Ledger::Get().generation();
-  if (state_->looked != generation) __atomic_store_n(stopped(), 0, __ATOMIC_RELEASE);
-  state_->looked = generation;
-  for (size_t i = 0; i < state_->entries.size(); ++i) {
+  for (size_t i = 0; i < state_->describe.size(); ++i) {
     Status& word = state_->words[i].status;
     const int32_t failed = __atomic_load_n(&word.failed, __ATOMIC_ACQUIRE);
     if (failed == kNone) continue;
@@ -113,29 +106,25 @@ void GpuErrors::Look() {
     status.failed = failed;
     // The next call on the channel, which is broken, says so again.
     __atomic_store_n(&word.failed, kNone, __ATOMIC_RELEASE);
-    State::Entry& entry = state_->entries[i];
-    if (!entry.describe || entry.reported == generation) continue;
     // What follows from an error that is known is no news.
-    const bool known = state_->failed.load() && state_->generation.load() == generation;
-    if (failed == kBroken && known) continue;
-    entry.reported = generation;
-    const std::string text = entry.describe(status);
+    const bool known = state_->failed_in.load() == generation;
+    if (!state_->describe[i] || (failed == kBroken && known)) continue;
+    const std::string text = state_->describe[i](status);
     // At once, since nobody may ever read the result.
     std::fprintf(stderr, "jax_overlap: %s\n", text.c_str());
     std::fflush(stderr);
     Ledger::Get().Record(text);
-    if (state_->first.empty() || state_->generation.load() != generation) state_->first = text;
-    state_->generation.store(generation);
-    state_->failed.store(true);
+    if (!known) state_->first = text;
+    state_->failed_in.store(generation);
   }
+  __atomic_store_n(stopped(), state_->failed_in.load() == generation, __ATOMIC_RELEASE);
 }
 
 std::string GpuErrors::Unacknowledged() {
-  if (state_ == nullptr || !state_->failed.load()) return "";
+  const auto failed = [this] { return state_->failed_in.load() == Ledger::Get().generation(); };
+  if (state_ == nullptr || !failed()) return "";
   std::lock_guard<std::mutex> lock(state_->mutex);
-  if (state_->generation.load() == Ledger::Get().generation()) return state_->first;
-  state_->failed.store(false);
-  return "";
+  return failed() ? state_->first : "";
 }
 
 }  // namespace jax_overlap

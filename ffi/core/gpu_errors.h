@@ -25,7 +25,7 @@ class GpuErrors {
   Status* Take(std::function<std::string(const Status&)> describe);
   void Give(Status* word);
 
-  // A word for kernels that they set when one has failed, after which none waits for long.
+  // A word for kernels: not 0 once one has failed, after which none waits for long.
   int32_t* stopped() const;
 
   // Looks at all words now.

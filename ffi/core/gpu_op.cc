@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "core/abi.h"
 #include "core/gpu_errors.h"
 
 namespace jax_overlap {
@@ -14,13 +13,10 @@ std::string GpuSite::Init(std::string_view op, int64_t abi, std::string_view axe
                           ffi::Span<const int64_t> groups, int64_t group_size, int64_t node_size,
                           bool puts, ffi::Span<const int64_t> devices) {
   what_ = std::string(op) + " over " + std::string(axes);
-  const bool sound = abi == kAbi && group_size >= 1 && group_size <= kMaxGpuRanks &&
-                     node_size >= 1 && groups.size() % group_size == 0 &&
-                     group_size % node_size == 0 && groups.size() == devices.size();
-  if (!sound) {
-    return what_ +
-           ": bad attributes. This program was made for another version of "
-           "jax_overlap: compile it anew";
+  const bool fits = group_size <= kMaxGpuRanks && groups.size() == devices.size();
+  if (std::string error = CheckAttributes(what_, abi, groups.size(), group_size, node_size, fits);
+      !error.empty()) {
+    return error;
   }
   ranks_ = static_cast<int>(group_size);
   node_size_ = static_cast<int>(node_size);

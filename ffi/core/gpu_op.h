@@ -12,6 +12,7 @@
 
 #include "core/gpu_channel.h"
 #include "core/gpu_team.h"
+#include "core/handler.h"
 #include "core/status.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -73,17 +74,6 @@ class GpuSite {
 // The text of an earlier error that nobody has acknowledged, which fails an execution; or
 // an empty one.
 std::string UnacknowledgedOnGpu();
-
-// An FFI target with its stages and its state type, as cuda_bindings.cc registers them.
-struct GpuHandler {
-  const char* target;
-  void* instantiate;
-  void* initialize;
-  void* execute;
-  const char* state_name;
-  void* state_id;
-  void* state_info;
-};
 
 // Mixes a word into a hash.
 inline uint64_t Mixed(uint64_t hash, uint64_t word) {

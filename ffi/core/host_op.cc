@@ -50,11 +50,9 @@ std::string Run(std::shared_ptr<HostProgram> program, const Schedule& schedule) 
 
 std::string HostSite::Init(std::string_view op, int64_t abi, std::string_view axes,
                            ffi::Span<const int64_t> groups, int64_t group_size, int64_t node_size) {
-  if (abi != kAbi || group_size < 1 || node_size < 1 || groups.size() % group_size != 0 ||
-      group_size % node_size != 0) {
-    return std::string(op) +
-           ": bad attributes. This program was made for another version of "
-           "jax_overlap: compile it anew";
+  if (std::string error = CheckAttributes(op, abi, groups.size(), group_size, node_size);
+      !error.empty()) {
+    return error;
   }
   ranks_ = static_cast<int>(group_size);
   node_size_ = static_cast<int>(node_size);

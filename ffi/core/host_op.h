@@ -9,9 +9,9 @@
 #include <string_view>
 #include <vector>
 
-#include "core/abi.h"
 #include "core/element_type.h"
 #include "core/fibers.h"
+#include "core/handler.h"
 #include "core/host_link.h"
 #include "core/rendezvous.h"
 #include "core/team.h"
@@ -117,16 +117,6 @@ xla::ffi::Future ExecuteProgram(Site* site, xla::ffi::RunId run, xla::ffi::Threa
       });
 }
 
-// An FFI target with its stages and its state type, as bindings.cc registers them.
-struct Handler {
-  const char* target;
-  void* instantiate;
-  void* execute;
-  const char* state_name;
-  void* state_id;
-  void* state_info;
-};
-
 // Defines `Handler name##Handler()` of an op. `instantiate` takes the attributes that all
 // ops have, and then those of the binding `attributes`, and makes a `Site` of them.
 #define JO_DEFINE_HANDLER(name, target, Site, Program, instantiate, attributes)                  \
@@ -148,11 +138,9 @@ struct Handler {
                              .RemainingRets());                                                  \
   static xla::ffi::TypeInfo k##name##Info = xla::ffi::MakeTypeInfo<Site>();                      \
   Handler name##Handler() {                                                                      \
-    return {target,                                                                              \
-            reinterpret_cast<void*>(k##name##Instantiate),                                       \
-            reinterpret_cast<void*>(k##name##Execute),                                           \
-            target "_site",                                                                      \
-            &Site::id,                                                                           \
+    return {target,         reinterpret_cast<void*>(k##name##Instantiate),                       \
+            nullptr,        reinterpret_cast<void*>(k##name##Execute),                           \
+            target "_site", &Site::id,                                                           \
             &k##name##Info};                                                                     \
   }
 

@@ -7,9 +7,9 @@
 
 namespace jax_overlap {
 
-struct GpuHandler;  // core/gpu_op.h
+struct Handler;  // core/handler.h
 
-GpuHandler PsumGpuHandler();
+Handler PsumGpuHandler();
 
 // Where psum finds its kernels that put (ops/psum_nvshmem.h).
 void UsePsumOverPut(LaunchPsumOverPutFn* launch);

@@ -3,7 +3,7 @@
 
 namespace jax_overlap {
 
-struct Handler;  // core/host_op.h
+struct Handler;  // core/handler.h
 
 Handler AllGatherHandler();
 Handler AllGatherMatmulHandler();

@@ -13,14 +13,11 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// The values of the attribute `algorithm`; jax_overlap/_plan.py has the same.
-enum class Algorithm : int64_t { kOneShot = 0, kTwoShot = 1, kNvrar = 2 };
-
 struct PsumSite {
   static ffi::TypeId id;
 
   HostSite host;
-  Algorithm algorithm;
+  PsumAlgorithm algorithm;
 };
 
 ffi::TypeId PsumSite::id = {};
@@ -33,11 +30,11 @@ constexpr size_t kUncut = size_t{1} << 40;
 
 // f(algorithm, elements in a chunk) with the class that implements the choice.
 template <class T, class F>
-void WithAlgorithm(Algorithm algorithm, F f) {
+void WithAlgorithm(PsumAlgorithm algorithm, F f) {
   switch (algorithm) {
-    case Algorithm::kOneShot: return f(OneShot<T>{}, kOneShotChunk / sizeof(T));
-    case Algorithm::kTwoShot: return f(TwoShot<T, Steps::kDirect>{}, kUncut);
-    case Algorithm::kNvrar: return f(Nvrar<T, Steps::kDirect>{}, kNvrarChunk / sizeof(T));
+    case PsumAlgorithm::kOneShot: return f(OneShot<T>{}, kOneShotChunk / sizeof(T));
+    case PsumAlgorithm::kTwoShot: return f(TwoShot<T, Steps::kDirect>{}, kUncut);
+    case PsumAlgorithm::kNvrar: return f(Nvrar<T, Steps::kDirect>{}, kNvrarChunk / sizeof(T));
   }
 }
 
@@ -65,7 +62,7 @@ class PsumProgram : public HostProgram {
   }
 
   // In place, two_shot has nothing to wait for.
-  bool waits() const override { return algorithm_ != Algorithm::kTwoShot; }
+  bool waits() const override { return algorithm_ != PsumAlgorithm::kTwoShot; }
 
   bool wants_help() const override {
     size_t elements = 0;
@@ -99,7 +96,7 @@ class PsumProgram : public HostProgram {
 
   TeamShape Shape(int rank) const { return {rank, site().ranks(), site().node_size()}; }
 
-  const Algorithm algorithm_;
+  const PsumAlgorithm algorithm_;
   const ffi::DataType dtype_;
   std::unique_ptr<Channel> channel_;
 };
@@ -109,7 +106,7 @@ ffi::ErrorOr<std::unique_ptr<PsumSite>> Instantiate(int64_t abi, std::string_vie
                                                     int64_t group_size, int64_t node_size,
                                                     int64_t algorithm) {
   auto site = std::make_unique<PsumSite>();
-  site->algorithm = static_cast<Algorithm>(algorithm);
+  site->algorithm = static_cast<PsumAlgorithm>(algorithm);
   const std::string error =
       site->host.Init("jax_overlap.psum", abi, axes, groups, group_size, node_size);
   if (!error.empty()) return ffi::Unexpected(ffi::Error::InvalidArgument(error));

@@ -26,12 +26,9 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// The values of the attribute `algorithm`; jax_overlap/_plan.py has the same.
-enum Algorithm : int64_t { kOneShot = 0, kTwoShot = 1, kNvrar = 2 };
-
 // What decides, beside the element type, which kernel serves a call.
 struct Choice {
-  int64_t algorithm;
+  PsumAlgorithm algorithm;
   bool small;  // in cells rather than with flags
   int ranks;
 };
@@ -41,12 +38,14 @@ template <class T, class F>
 void WithAlgorithm(const Choice& choice, F f) {
   const bool small = choice.small;
   switch (choice.algorithm) {
-    case kOneShot:
+    case PsumAlgorithm::kOneShot:
       if (choice.ranks <= 2) return f(OneShot<T, 2>{});
       if (choice.ranks <= 4) return f(OneShot<T, 4>{});
       return f(OneShot<T, 8>{});
-    case kTwoShot: return small ? f(TwoShot<T, Steps::kCells>{}) : f(TwoShot<T, Steps::kFlags>{});
-    case kNvrar: return small ? f(Nvrar<T, Steps::kCells>{}) : f(Nvrar<T, Steps::kFlags>{});
+    case PsumAlgorithm::kTwoShot:
+      return small ? f(TwoShot<T, Steps::kCells>{}) : f(TwoShot<T, Steps::kFlags>{});
+    case PsumAlgorithm::kNvrar:
+      return small ? f(Nvrar<T, Steps::kCells>{}) : f(Nvrar<T, Steps::kFlags>{});
   }
 }
 
@@ -111,17 +110,14 @@ struct PsumGpuSite {
   GpuSite::Need Need(size_t budget) {
     WithElementType(dtype, [&](auto element) {
       using T = decltype(element);
-      size_t bytes = 0;
-      for (const int64_t count : counts) bytes += count * sizeof(T);
-      choice.small = choice.algorithm == kOneShot || bytes <= kSmallBytes;
-      choice.ranks = gpu.ranks();
       const auto make = [&](auto chosen) {
         layout = MakeLayout<decltype(chosen), T>(gpu.shape(), choice.small || gpu.puts(), counts,
                                                  budget);
       };
       gpu.puts() ? make(Nvrar<T, Steps::kCells, true>{}) : WithAlgorithm<T>(choice, make);
     });
-    uint64_t hash = Mixed(Mixed(choice.algorithm, static_cast<uint64_t>(dtype)), layout.piece);
+    uint64_t hash = Mixed(static_cast<uint64_t>(choice.algorithm), static_cast<uint64_t>(dtype));
+    hash = Mixed(hash, layout.piece);
     hash = Mixed(hash, layout.grid);
     for (const int64_t count : counts) hash = Mixed(hash, count);
     return {GpuChannel::kHeadBytes + layout.grid * layout.block_bytes, hash};
@@ -135,7 +131,7 @@ ffi::ErrorOr<std::unique_ptr<PsumGpuSite>> Instantiate(
     int64_t node_size, int64_t puts, ffi::Span<const int64_t> devices, std::string_view dtype,
     ffi::Span<const int64_t> counts, int64_t algorithm) {
   auto site = std::make_unique<PsumGpuSite>();
-  site->choice.algorithm = algorithm;
+  const auto chosen = static_cast<PsumAlgorithm>(algorithm);
   site->dtype = ElementTypeOf(dtype);
   site->counts.assign(counts.begin(), counts.end());
   std::string error = site->gpu.Init("jax_overlap.psum", abi, axes, groups, group_size, node_size,
@@ -143,20 +139,26 @@ ffi::ErrorOr<std::unique_ptr<PsumGpuSite>> Instantiate(
   if (error.empty() && site->dtype == ffi::DataType::INVALID) {
     error = site->gpu.what() + ": unexpected dtype";
   }
-  if (error.empty() && puts != 0 && (algorithm != kNvrar || launch_over_put == nullptr)) {
+  if (error.empty() && puts != 0 &&
+      (chosen != PsumAlgorithm::kNvrar || launch_over_put == nullptr)) {
     error = site->gpu.what() +
             ": its ranks are in nodes between which stores do not reach, which "
             "needs nvrar and NVSHMEM";
   }
   if (!error.empty()) return ffi::Unexpected(ffi::Error::InvalidArgument(error));
+  size_t bytes = 0;
+  WithElementType(site->dtype, [&](auto element) {
+    for (const int64_t count : counts) bytes += count * sizeof(element);
+  });
+  const bool small = chosen == PsumAlgorithm::kOneShot || bytes <= kSmallBytes;
+  site->choice = {chosen, small, site->gpu.ranks()};
   return {std::move(site)};
 }
 
 cudaError_t Launch(const PsumGpuSite& site, const PsumArguments& arguments, cudaStream_t stream) {
   const int grid = site.layout.grid, threads = site.layout.threads;
   if (site.gpu.puts()) {
-    return launch_over_put(static_cast<int>(site.choice.algorithm), static_cast<int>(site.dtype),
-                           &arguments, grid, threads, stream);
+    return launch_over_put(static_cast<int>(site.dtype), &arguments, grid, threads, stream);
   }
   WithElementType(site.dtype, [&](auto element) {
     using T = decltype(element);
@@ -250,7 +252,7 @@ ffi::TypeInfo kInfo = ffi::MakeTypeInfo<PsumGpuSite>();
 
 }  // namespace
 
-GpuHandler PsumGpuHandler() {
+Handler PsumGpuHandler() {
   return {"jax_overlap.psum",
           reinterpret_cast<void*>(kInstantiate),
           reinterpret_cast<void*>(kInitialize),
@@ -269,15 +271,14 @@ std::vector<const void*> PsumKernels() {
     const auto add_one = [&](auto chosen) {
       kernels.push_back(reinterpret_cast<const void*>(&PsumKernel<P2pLink, decltype(chosen), T>));
     };
-    for (const int ranks : {2, 4, 8}) WithAlgorithm<T>({kOneShot, true, ranks}, add_one);
+    for (const int ranks : {2, 4, 8})
+      WithAlgorithm<T>({PsumAlgorithm::kOneShot, true, ranks}, add_one);
     for (const bool small : {false, true}) {
-      WithAlgorithm<T>({kTwoShot, small, 0}, add_one);
-      WithAlgorithm<T>({kNvrar, small, 0}, add_one);
+      WithAlgorithm<T>({PsumAlgorithm::kTwoShot, small, 0}, add_one);
+      WithAlgorithm<T>({PsumAlgorithm::kNvrar, small, 0}, add_one);
     }
   };
-  for (const char* dtype : {"float32", "bfloat16", "float16", "float64", "int32", "int8"}) {
-    WithElementType(ElementTypeOf(dtype), add);
-  }
+  ForElementTypes(add);
   return kernels;
 }
 

@@ -38,6 +38,9 @@
 
 namespace jax_overlap {
 
+// The values of the attribute `algorithm`; jax_overlap/_plan.py has the same.
+enum class PsumAlgorithm : int64_t { kOneShot = 0, kTwoShot = 1, kNvrar = 2 };
+
 // ------------------------------------------------------------------ one_shot
 // kAtOnce: SumCells' (core/group.h), best the ranks of the team.
 template <class T, int kAtOnce = 8>

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(Link::kMaxThreads)
   const auto memory = Algorithm::Carve(carver, channel.shape, a.piece);
   bool fails = broken;
   if (JO_RARELY(sequence.first() && !broken)) {
-    channel.Meet(link, &status);
+    channel.Meet(link);
     fails = link.failed();
   }
   if (!JO_RARELY(fails)) {

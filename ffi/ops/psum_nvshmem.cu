@@ -4,50 +4,37 @@
 
 #include <algorithm>
 
+#include "core/element_type.h"
 #include "core/nvshmem_link.cuh"
 #include "ops/psum_kernel.cuh"
-#include "xla/ffi/api/c_api.h"
 
 namespace jax_overlap {
 namespace {
 
-constexpr int kNvrarAttribute = 2;  // of `algorithm`; jax_overlap/_plan.py has the same
-
 using Kernel = void (*)(const PsumArguments);
 
 template <class T>
-constexpr Kernel kNvrarKernel = PsumKernel<NvshmemLink, Nvrar<T, Steps::kCells, true>, T>;
-
-struct Entry {
-  int dtype;
-  Kernel kernel;
-};
-constexpr Entry kKernels[] = {
-    {XLA_FFI_DataType_F32, kNvrarKernel<float>},     {XLA_FFI_DataType_F64, kNvrarKernel<double>},
-    {XLA_FFI_DataType_BF16, kNvrarKernel<BFloat16>}, {XLA_FFI_DataType_F16, kNvrarKernel<Float16>},
-    {XLA_FFI_DataType_S32, kNvrarKernel<int32_t>},   {XLA_FFI_DataType_S8, kNvrarKernel<int8_t>},
-};
+constexpr Kernel kKernel = PsumKernel<NvshmemLink, Nvrar<T, Steps::kCells, true>, T>;
 
 }  // namespace
 
-cudaError_t LaunchPsumOverPut(int algorithm, int dtype, const PsumArguments* arguments, int grid,
-                              int threads, cudaStream_t stream) {
-  for (const Entry& entry : kKernels) {
-    if (algorithm != kNvrarAttribute || entry.dtype != dtype) continue;
-    const int fewer = std::min(threads, NvshmemLink::kMaxThreads);
-    entry.kernel<<<grid, fewer, 0, stream>>>(*arguments);
-    return cudaGetLastError();
-  }
-  return cudaErrorInvalidValue;
+cudaError_t LaunchPsumOverPut(int dtype, const PsumArguments* arguments, int grid, int threads,
+                              cudaStream_t stream) {
+  const int fewer = std::min(threads, NvshmemLink::kMaxThreads);
+  const bool known = WithElementType(static_cast<xla::ffi::DataType>(dtype), [&](auto element) {
+    kKernel<decltype(element)><<<grid, fewer, 0, stream>>>(*arguments);
+  });
+  return known ? cudaGetLastError() : cudaErrorInvalidValue;
 }
 
 cudaError_t LoadPsumOverPut() {
-  for (const Entry& entry : kKernels) {
+  cudaError_t error = cudaSuccess;
+  ForElementTypes([&](auto element) {
     cudaFuncAttributes attributes;
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, entry.kernel);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+    if (error != cudaSuccess) return;
+    error = cudaFuncGetAttributes(&attributes, kKernel<decltype(element)>);
+  });
+  return error;
 }
 
 }  // namespace jax_overlap

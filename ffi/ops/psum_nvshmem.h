@@ -10,11 +10,11 @@ namespace jax_overlap {
 struct PsumArguments;  // ops/psum_kernel.cuh, which only nvcc reads
 
 // Starts psum for a team in which some peer's heap is not mapped: an algorithm that reaches
-// those by puts. `algorithm` is the attribute of the op (only nvrar has such a form), `dtype`
-// an XLA_FFI_DataType. The channel is laid out by Nvrar<T, Steps::kCells, true>, on all ranks of
-// the team: whether a team puts has to be agreed upon, as each sees only its own mappings.
-using LaunchPsumOverPutFn = cudaError_t(int algorithm, int dtype, const PsumArguments* arguments,
-                                        int grid, int threads, cudaStream_t stream);
+// those by puts, which is nvrar alone. `dtype` is an XLA_FFI_DataType. The channel is laid out by
+// Nvrar<T, Steps::kCells, true>, on all ranks of the team: whether a team puts has to be agreed
+// upon, as each sees only its own mappings.
+using LaunchPsumOverPutFn = cudaError_t(int dtype, const PsumArguments* arguments, int grid,
+                                        int threads, cudaStream_t stream);
 LaunchPsumOverPutFn LaunchPsumOverPut;
 
 // Loads the kernels now: loading one later may wait for a kernel that spins.
