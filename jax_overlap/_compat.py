@@ -125,9 +125,9 @@ def lower_for_devices(primitive) -> None:
     _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-def lowering_platform(backend: str) -> str:
-    """What programs for a backend are lowered for: "gpu" is "cuda" or "rocm"."""
-    return _xla_bridge.canonicalize_platform(backend)
+def lowering_platform() -> str:
+    """What programs are lowered for: where the default backend is "gpu", "cuda" say."""
+    return _xla_bridge.canonicalize_platform(jax.default_backend())
 
 
 def coordination_client():

@@ -7,7 +7,7 @@ import platform
 
 import jax
 
-from jax_overlap import _compat, _cuda, _native, config, errors
+from jax_overlap import _compat, _heaps, _native, config, errors
 from jax_overlap._plan import lowered
 
 _PACKAGES = ("jax-overlap", "jax", "jaxlib", "flax")
@@ -35,7 +35,7 @@ def info() -> dict:
         "versions": _versions(),
         "devices": _devices(),
         "native": _native_info(),
-        "gpu": _cuda.describe(),
+        "gpu": _heaps.describe(),
         "settings": {v.name: v.read() for v in config.VARIABLES},
         "lowered": lowered.rows(),
         "errors": errors.last_errors(),

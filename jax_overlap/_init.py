@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import jax
-
-from jax_overlap import _compat, _cuda, _native
+from jax_overlap import _compat, _cuda, _heaps, _native
 
 
 def init() -> None:
@@ -27,8 +25,5 @@ def init() -> None:
       >>> jax_overlap.init()
     """
     _native.check_process()
-    if (
-        _cuda.ffi is not None
-        and _compat.lowering_platform(jax.default_backend()) == "cuda"
-    ):
-        _cuda.start()
+    if _cuda.ffi is not None and _compat.lowering_platform() == "cuda":
+        _heaps.start()

@@ -31,8 +31,7 @@ GPU_ONE_SHOT_MAX_SENT_BYTES = 512 << 10
 # In place of an algorithm: the call is better left to `jax.lax`.
 LEFT_TO_LAX = "lax"
 
-# Ops that have kernels for GPUs, and the ranks these serve (ffi/core/gpu_channel.h).
-GPU_OPS = ("psum",)
+# The ranks that kernels for GPUs serve (ffi/core/gpu_channel.h).
 _MAX_GPU_RANKS = 64
 
 
@@ -83,6 +82,7 @@ class Situation:
     mesh_axes: frozenset
     manual_axes: frozenset
     processes: int
+    gpu_code: bool = False  # the op has kernels for GPUs
     why_no_gpu: str = ""  # of a program for GPUs: why it cannot be native there
 
     @property
@@ -91,19 +91,26 @@ class Situation:
         return self.platforms == ("cuda",)
 
 
-def why_not_native(
-    op: str, team: Team, dtype, situation: Situation, implementation: str | None
-) -> str:
-    """The reason for which a call has to lower to `jax.lax`; empty if it has not."""
-    automatic = situation.mesh_axes - situation.manual_axes
+def why_never_native(dtype, situation: Situation, implementation: str | None) -> str:
+    """The same as `why_not_native`, whatever the team is and can do."""
     if implementation == "reference":
         return "implementation='reference'"
     if str(dtype) not in NATIVE_DTYPES:  # no numpy type for keys of jax.random
         return f"dtype {dtype} is not among {', '.join(NATIVE_DTYPES)}"
-    if situation.platforms != ("cpu",) and not (situation.on_gpu and op in GPU_OPS):
+    if situation.platforms != ("cpu",) and not (
+        situation.on_gpu and situation.gpu_code
+    ):
         return f"there is no native code for {', '.join(situation.platforms)} yet"
-    if _native.ffi is None:
-        return _native.why_missing
+    return "" if _native.ffi is not None else _native.why_missing
+
+
+def why_not_native(
+    team: Team, dtype, situation: Situation, implementation: str | None
+) -> str:
+    """The reason for which a call has to lower to `jax.lax`; empty if it has not."""
+    automatic = situation.mesh_axes - situation.manual_axes
+    if reason := why_never_native(dtype, situation, implementation):
+        return reason
     if situation.on_gpu:
         if situation.why_no_gpu:
             return situation.why_no_gpu
@@ -135,8 +142,8 @@ def make_plan(
     """The plan of `op` on `avals`, which have one dtype.
 
     `choose(bytes of a rank's operands)` gives the algorithm of a native call and the
-    reason, or LEFT_TO_LAX and why; `no_elements` says whether there is
-    nothing to move (default: no operand has an element).
+    reason, or LEFT_TO_LAX and why; `no_elements` says whether there is nothing to move
+    (default: no operand has an element).
     """
     operands = tuple(a.str_short() for a in avals)
     dtype = avals[0].dtype
@@ -146,7 +153,7 @@ def make_plan(
             op, tuple(axes), operands, kind, algorithm, team.ranks, team.nodes, reason
         )
 
-    if reason := why_not_native(op, team, dtype, situation, implementation):
+    if reason := why_not_native(team, dtype, situation, implementation):
         return plan("lax", None, reason)
     if team.ranks == 1:
         return plan("identity", None, "one rank")

@@ -35,13 +35,8 @@ def explain(fn, *args, platform: str | None = None, **kwargs) -> list[Plan]:
       ['psum']
     """
     jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
-    platform = platform or _platform()
+    platform = platform or _compat.lowering_platform()
     return list(_plans(jaxpr.jaxpr, None, frozenset(), platform))
-
-
-def _platform() -> str:
-    """What programs are lowered for: "cuda", where `jax.default_backend()` is "gpu"."""
-    return _compat.lowering_platform(jax.default_backend())
 
 
 def _plans(jaxpr, mesh, manual, platform):

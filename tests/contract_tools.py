@@ -15,7 +15,9 @@ import cpu_devices  # noqa: F401  sets the environment, before jax comes
 import jax
 import jax.numpy as jnp
 import numpy as np
-from contract_devices import LAYOUTS, Layout, line  # noqa: F401
+from contract_devices import LAYOUTS as LAYOUTS
+from contract_devices import Layout
+from contract_devices import line as line
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 

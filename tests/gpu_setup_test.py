@@ -1,5 +1,6 @@
 """What is decided about GPUs before any is used: teams, algorithms, agreements."""
 
+import dataclasses
 import json
 import os
 from unittest import mock
@@ -13,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_overlap
-from jax_overlap import _agreement, _compat, _cuda
+from jax_overlap import _agreement, _compat, _cuda, _heaps
 from jax_overlap._plan import (
     LEFT_TO_LAX,
     Situation,
@@ -22,7 +23,7 @@ from jax_overlap._plan import (
 )
 from jax_overlap.team import make_team
 
-GPU = Situation(("cuda",), frozenset("x"), frozenset("x"), 1)
+GPU = Situation(("cuda",), frozenset("x"), frozenset("x"), 1, gpu_code=True)
 
 
 def mesh(*sizes):
@@ -97,12 +98,13 @@ class Algorithms(absltest.TestCase):
     def test_at_most_64_ranks(self):
         for ranks, word in ((64, ""), (65, "65 ranks are more than 64")):
             team = make_team(mesh(ranks), ("x",))
-            why = why_not_native("psum", team, np.dtype("float32"), GPU, None)
+            why = why_not_native(team, np.dtype("float32"), GPU, None)
             self.assertEqual(why, word)
 
     def test_ops_without_kernels_say_so(self):
         team = make_team(mesh(2), ("x",))
-        why = why_not_native("all_gather", team, np.dtype("float32"), GPU, None)
+        without = dataclasses.replace(GPU, gpu_code=False)
+        why = why_not_native(team, np.dtype("float32"), without, None)
         self.assertEqual(why, "there is no native code for cuda yet")
 
     def test_explain_for_gpus_where_there_are_none(self):
@@ -123,8 +125,8 @@ class Algorithms(absltest.TestCase):
 
     def test_meshes_without_devices_or_gpus(self):
         with mock.patch.object(_cuda, "ffi", object()):
-            self.assertIn("abstract", _cuda.why_not(mesh(2)))
-            self.assertIn("not GPUs", _cuda.why_not(Mesh(jax.devices()[:2], ("x",))))
+            self.assertIn("abstract", _heaps.why_not(mesh(2)))
+            self.assertIn("not GPUs", _heaps.why_not(Mesh(jax.devices()[:2], ("x",))))
 
 
 class Store:
@@ -174,8 +176,8 @@ class Agreement(absltest.TestCase):
     def test_settings_have_to_be_alike(self):
         same = {"abi": 1, "heap": 5, "limit": 60.0, "node": None, "most": 9}
         same["nvshmem"] = [3, 4, 5]
-        self.assertEqual(_cuda._difference({0: same, 1: dict(same)}), "")
-        why = _cuda._difference({0: same, 1: same | {"heap": 6}})
+        self.assertEqual(_heaps._difference({0: same, 1: dict(same)}), "")
+        why = _heaps._difference({0: same, 1: same | {"heap": 6}})
         self.assertEqual(
             why, "JAX_OVERLAP_HEAP_BYTES differs between processes: {0: 5, 1: 6}"
         )
@@ -187,13 +189,13 @@ class Agreement(absltest.TestCase):
         with (
             local,
             several,
-            mock.patch.object(_cuda, "_start_processes", late),
-            mock.patch.object(_cuda, "_absence", None),
+            mock.patch.object(_heaps, "_start_processes", late),
+            mock.patch.object(_heaps, "_absence", None),
         ):
             with self.assertRaisesRegex(RuntimeError, "did not come"):
-                _cuda.start()
+                _heaps.start()
             with self.assertRaisesRegex(RuntimeError, "did not come.*program anew"):
-                _cuda.start()
+                _heaps.start()
         late.assert_called_once()
 
     def test_a_start_has_a_limit(self):
@@ -213,16 +215,16 @@ class Agreement(absltest.TestCase):
 
     def test_regions_are_halves_of_what_is_left(self):
         heaps = {0: 1 << 40, 1: 2 << 40}
-        world = _cuda._World("p2p", heaps, 1 << 40, 1 << 20, {}, 4096)
+        world = _heaps._World("p2p", heaps, 1 << 40, 1 << 20, {}, 4096)
         with (
-            mock.patch.object(_cuda, "_world", world),
-            mock.patch.object(_cuda, "_regions", {}),
+            mock.patch.object(_heaps, "_world", world),
+            mock.patch.object(_heaps, "_regions", {}),
             mock.patch.object(jax, "devices", return_value=jax.devices()),
         ):
-            first = _cuda._make_region([0, 1])
-            second = _cuda._make_region([1, 0])
-            again = _cuda._make_region([0, 1])
-            self.assertEqual(_cuda._agree([0, 1], [3, 4]), [3, 4])
+            first = _heaps._make_region([0, 1])
+            second = _heaps._make_region([1, 0])
+            again = _heaps._make_region([0, 1])
+            self.assertEqual(_heaps._agree([0, 1], [3, 4]), [3, 4])
         at = (1 << 40) + 4096
         self.assertEqual(first[0], [at, at + (1 << 40)])
         self.assertEqual(first[2:], ([0, 0], (1 << 19) - 4096))

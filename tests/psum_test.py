@@ -1,33 +1,11 @@
-"""jax_overlap.psum: the contract of all ops, and the bits that psum promises."""
+"""jax_overlap.psum on CPU: psum_contract.py."""
 
-import op_contract
-import op_contract_batching
-import op_contract_programs
-import op_contract_transforms
-import psum_bits
 from absl.testing import absltest
-from op_descriptions import PSUM
-
-
-class PsumValues(op_contract.Values):
-    op = PSUM
-
-
-class PsumPrograms(op_contract_programs.Programs):
-    op = PSUM
-
-
-class PsumTransforms(op_contract_transforms.Transforms):
-    op = PSUM
-
-
-class PsumBatching(op_contract_batching.Batching):
-    op = PSUM
-
-
-class PsumBits(psum_bits.PsumBits):
-    pass
-
+from psum_contract import PsumBatching as PsumBatching
+from psum_contract import PsumBits as PsumBits
+from psum_contract import PsumPrograms as PsumPrograms
+from psum_contract import PsumTransforms as PsumTransforms
+from psum_contract import PsumValues as PsumValues
 
 if __name__ == "__main__":
     absltest.main()

@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_overlap
 import jax_overlap.testing
+from jax_overlap.bench import harness
 
 _SHORT, _LONG = 10, 110  # calls
 _PASSES = 10  # of which the median is a round's
-_BASELINE = "lax"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,14 +43,15 @@ def run(op: str, args: argparse.Namespace, variants: dict[str, dict]) -> list[di
     jax_overlap.init()
     mesh = Mesh(np.array(jax.devices()), ("x",))
     # XLA's own kernels instead of NCCL: XLA_FLAGS, another run.
-    baselines = [] if _share_gpus() else [_BASELINE]
+    shared = jax_overlap.info()["gpu"]["ranks_on_a_gpu"] > 1
+    baselines = [] if shared else ["lax"]
     rows = []
     if jax.process_index() == 0:
         print(
             f"us a call of {op} in a program, {args.dtype}, {mesh.devices.size} ranks, "
             f"median of {args.rounds} rounds (least-most)"
         )
-        if not baselines:
+        if shared:
             print("no jax.lax beside it: ranks share a GPU, which NCCL refuses")
     for nbytes in args.sizes:
         for multiply in (False, True):
@@ -58,10 +59,6 @@ def run(op: str, args: argparse.Namespace, variants: dict[str, dict]) -> list[di
             if jax.process_index() == 0:
                 print(_line(rows[-1]), flush=True)
     return rows
-
-
-def _share_gpus() -> bool:
-    return jax.process_count() > 1 and jax_overlap.info()["gpu"]["ranks_on_a_gpu"] > 1
 
 
 def _row(op, mesh, nbytes, multiply, variants, baselines, args) -> dict:
@@ -82,18 +79,20 @@ def _row(op, mesh, nbytes, multiply, variants, baselines, args) -> dict:
     calls |= {name: getattr(jax.lax, op) for name in baselines}
     programs = {
         name: [
-            _program(call, mesh, multiply, count).lower(x).compile()
+            harness.on_ranks(
+                _repeated(call, multiply, count), mesh, [x], P("x"), P("x")
+            )
             for count in (_SHORT, _LONG)
         ]
         for name, call in calls.items()
     }
     for pair in programs.values():
         for program in pair * 2:
-            jax.block_until_ready(program(x))
+            jax.block_until_ready(program())
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(args.rounds):  # as many on all ranks, and in one order
         for name, (short, long) in programs.items():
-            difference = _seconds(long, x) - _seconds(short, x)
+            difference = _seconds(long) - _seconds(short)
             times[name].append(difference / (_LONG - _SHORT) * 1e6)
     return {
         "op": op,
@@ -109,26 +108,22 @@ def _row(op, mesh, nbytes, multiply, variants, baselines, args) -> dict:
     }
 
 
-def _program(call, mesh, multiply, count):
-    def local(x):
+def _repeated(call, multiply, count):
+    def local(x, axis_name):
         for _ in range(count):
-            x = call(x, "x")
+            x = call(x, axis_name)
             if multiply:
                 x = x * jnp.asarray(0.5, x.dtype)
         return x
 
-    return jax.jit(
-        jax.shard_map(
-            local, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False
-        )
-    )
+    return local
 
 
-def _seconds(program, x) -> float:
+def _seconds(program) -> float:
     times = []
     for _ in range(_PASSES):
         start = time.perf_counter()
-        jax.block_until_ready(program(x))
+        jax.block_until_ready(program())
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 

@@ -13,8 +13,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import get_abstract_mesh
 
-from jax_overlap import _compat, _cuda, _native, errors
-from jax_overlap._plan import NATIVE_DTYPES, Plan, Situation, lowered
+from jax_overlap import _compat, _cuda, _heaps, _native, errors
+from jax_overlap._plan import (
+    NATIVE_DTYPES,
+    Plan,
+    Situation,
+    lowered,
+    why_never_native,
+)
 from jax_overlap._region import names
 from jax_overlap.team import Team, make_team
 
@@ -147,21 +153,18 @@ def plan_call(
 ) -> tuple[Team, Plan]:
     """The team and the plan of a call with these operands, at this place."""
     situation = Situation(
-        platforms, frozenset(mesh.axis_names), manual_axes, jax.process_count()
+        platforms,
+        frozenset(mesh.axis_names),
+        manual_axes,
+        jax.process_count(),
+        primitive in _on_gpu,
     )
+    never = why_never_native(avals[0].dtype, situation, params["implementation"])
     reach = None
-    wants_gpu = (
-        situation.on_gpu
-        and primitive in _on_gpu
-        and params["implementation"] != "reference"
-        and str(avals[0].dtype) in NATIVE_DTYPES
-    )
-    if wants_gpu and for_export:
-        situation = dataclasses.replace(situation, why_no_gpu=_FOR_EXPORT)
-    elif wants_gpu:
-        situation = dataclasses.replace(situation, why_no_gpu=_cuda.why_not(mesh))
-        if not situation.why_no_gpu:
-            reach = _cuda.reach(mesh)
+    if situation.on_gpu and not never:  # what follows is work for all processes
+        why = _FOR_EXPORT if for_export else _heaps.why_not(mesh)
+        situation = dataclasses.replace(situation, why_no_gpu=why)
+        reach = None if why else _heaps.reach(mesh)
     team = make_team(mesh, params["axes"], params["axis_index_groups"], reach)
     return team, planners[primitive](avals, team, situation, **params)
 

@@ -1,4 +1,4 @@
-"""The bits that jax_overlap.psum promises: tests of the order of summation."""
+"""The tests of jax_overlap.psum on every backend: the contract of all ops; its bits."""
 
 import contract_devices as devices
 import contract_tools as tools
@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import op_contract
+import op_contract_batching
+import op_contract_programs
+import op_contract_transforms
 from contract_tools import BF16, F16, line
 from op_contract import named, node_size
 from op_descriptions import PSUM
@@ -13,6 +16,22 @@ from op_descriptions import PSUM
 import jax_overlap
 
 ALGORITHMS = (None, *PSUM.algorithms)
+
+
+class PsumValues(op_contract.Values):
+    op = PSUM
+
+
+class PsumPrograms(op_contract_programs.Programs):
+    op = PSUM
+
+
+class PsumTransforms(op_contract_transforms.Transforms):
+    op = PSUM
+
+
+class PsumBatching(op_contract_batching.Batching):
+    op = PSUM
 
 
 class PsumBits(op_contract.Contract):
