@@ -14,7 +14,10 @@
 #include <tuple>
 #include <utility>
 
+#include "core/cublaslt.h"
+#include "core/exchange.h"
 #include "core/gpu_errors.h"
+#include "core/gpu_gemm.h"
 #include "core/gpu_memory.h"
 #include "core/gpu_op.h"
 #include "core/gpu_team.h"
@@ -29,7 +32,8 @@ using namespace jax_overlap;  // NOLINT
 
 namespace {
 
-const Handler kHandlers[] = {PsumGpuHandler()};
+const Handler kHandlers[] = {AllGatherMatmulGpuHandler(), MatmulAllReduceGpuHandler(),
+                             MatmulReduceScatterGpuHandler(), PsumGpuHandler()};
 
 // What waits for a device, on which a program may wait for a Python callback: without the GIL.
 using NoGil = nb::call_guard<nb::gil_scoped_release>;
@@ -77,7 +81,10 @@ auto InPython(F f) {
 
 // The Python functions are kept for ever: handlers may call them as long as there are any.
 void Configure(std::map<int, int64_t> local, nb::callable make_region, nb::callable agree,
-               double wait_timeout_s, int max_blocks) {
+               double wait_timeout_s, int max_blocks, std::string cublaslt,
+               std::string tuning_folder) {
+  CublasLt::SetPath(std::move(cublaslt));
+  GpuGemm::Get().SetCacheFolder(std::move(tuning_folder));
   auto* const make = new nb::callable(std::move(make_region));
   auto* const ask = new nb::callable(std::move(agree));
   using Devices = std::vector<int64_t>;
@@ -111,7 +118,8 @@ NB_MODULE(_ffi_cuda, m) {
   m.def("share_ledger",
         [](nb::capsule ledger) { Ledger::Use(static_cast<Ledger*>(ledger.data())); });
   m.def("configure", &Configure, nb::arg("local"), nb::arg("make_region"), nb::arg("agree"),
-        nb::arg("wait_timeout_s"), nb::arg("max_blocks"));
+        nb::arg("wait_timeout_s"), nb::arg("max_blocks"), nb::arg("cublaslt"),
+        nb::arg("tuning_folder"));
   m.def("use_put_kernels", [](uintptr_t launch_psum) {
     UsePsumOverPut(reinterpret_cast<LaunchPsumOverPutFn*>(launch_psum));
   });
@@ -119,6 +127,7 @@ NB_MODULE(_ffi_cuda, m) {
       "start",
       [](const std::vector<int>& ordinals) {
         Raise(LoadKernels(ordinals, PsumKernels()));
+        Raise(LoadKernels(ordinals, ExchangeKernels()));
         Raise(GpuErrors::Get().Start());
       },
       nb::arg("ordinals"), NoGil());

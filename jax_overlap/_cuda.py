@@ -7,6 +7,7 @@ why.
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,6 +41,24 @@ def _register(module) -> None:
         jax.ffi.register_ffi_type(name, stages, platform="CUDA")
     for name, stages in module.targets().items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
+
+
+def cublaslt_path() -> str:
+    """The cuBLASLt that JAX's extras install; empty if it is not there.
+
+    The native module finds what JAX has loaded, or what the system has, by its name.
+    """
+    release = ffi.cuda_versions()[0] // 1000
+    folder = "cublas" if release == 12 else f"cu{release}"
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except ModuleNotFoundError:
+        spec = None
+    for root in (spec and spec.submodule_search_locations) or ():
+        path = Path(root) / folder / "lib" / f"libcublasLt.so.{release}"
+        if path.is_file():
+            return str(path)
+    return ""
 
 
 ffi: Any

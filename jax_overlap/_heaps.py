@@ -18,6 +18,7 @@ import collections
 import dataclasses
 import hashlib
 import json
+import os
 import threading
 
 import jax
@@ -174,6 +175,8 @@ def _configure(local, sharers: int) -> None:
         agree=_agree,
         wait_timeout_s=config.WAIT_TIMEOUT_S.read(),
         max_blocks=max(1, min(_MAX_BLOCKS, _RESIDENT_BLOCKS // sharers)),
+        cublaslt=_cuda.cublaslt_path(),
+        tuning_folder=os.path.expanduser(config.TUNING_DIR.read()),
     )
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -84,4 +85,13 @@ PSUM_MAX_BYTES = Variable(
     "a function is lowered",
 )
 
-VARIABLES = (WAIT_TIMEOUT_S, HEAP_BYTES, NODE_SIZE, PSUM_MAX_BYTES)
+TUNING_DIR = Variable(
+    "JAX_OVERLAP_TUNING_DIR",
+    str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jax_overlap"),
+    str,
+    "a folder",
+    "where the fastest algorithms of matmuls on GPUs are kept, once measured; read at "
+    "the first native op",
+)
+
+VARIABLES = (WAIT_TIMEOUT_S, HEAP_BYTES, NODE_SIZE, PSUM_MAX_BYTES, TUNING_DIR)

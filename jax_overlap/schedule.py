@@ -109,12 +109,12 @@ def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
-# As ffi/ops/ does it on the CPU, where a rank can address the operands and results of
-# the others.
+# As ffi/ops/ does it. On the CPU a rank can address the operands and results of the
+# others.
 _SLICED_SCATTER = (
-    "own slice last: rank r computes slices r-1, r-2, .., r (mod {P}); each partial "
-    "product goes to its owner's slot while the next is computed; {P} slots summed in "
-    "rank order"
+    "own slice last: rank r computes those of its {others} in turn, from a "
+    "neighbour's on, then slice r; each partial product goes to its owner's slot while "
+    "the next is computed; {P} slots summed in rank order"
 )
 _IN_PLACE_SCATTER = (
     "rank r computes the {P} ranks' partial products of slice r, their operands read "
@@ -147,6 +147,10 @@ _WORDS = {
     ),
     ("matmul_reduce_scatter", "sliced"): _SLICED_SCATTER,
     ("matmul_reduce_scatter", "in_place"): _IN_PLACE_SCATTER,
+    ("matmul_all_reduce", "sliced"): (
+        _SLICED_SCATTER + ", piece by piece; each sum goes to the {others} while the "
+        "next piece is computed"
+    ),
     ("matmul_all_reduce", "in_place"): (
         _IN_PLACE_SCATTER.replace(
             "nothing is sent", "it writes the sum to all {P} results"

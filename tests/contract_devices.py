@@ -133,6 +133,19 @@ def grid(*axes: str, wanted: int = 8, n: int | None = None, **kw) -> Layout:
     return Layout((rows, n // rows), ("a", "b"), axes, **kw)
 
 
+def alone() -> Layout:
+    """A mesh in which each rank is a team by itself, over "x"."""
+    return Layout((COUNT, 1), ("y", "x"), ("x",)) if WHOLE else line(1)
+
+
+def groups(n: int) -> tuple[list[list[int]], ...]:
+    """The indices of n ranks, not in their order, in groups of each possible size."""
+    order = (3, 1, 0, 2) if n == 4 else permuted(n)
+    return tuple(
+        [list(order[i : i + size]) for i in range(0, n, size)] for size in divisors(n)
+    )
+
+
 def layouts(count: int = COUNT, whole: bool = WHOLE) -> tuple[Layout, ...]:
     """Lines and meshes over each axis, in the order of the devices and in others."""
     found = [

@@ -7,6 +7,7 @@ service, as XLA's own collectives need a GPU for each rank.
 import functools
 import json
 import os
+import pathlib
 
 import jax
 
@@ -37,6 +38,23 @@ def differing(key: str, digests: dict[str, str]) -> list[str]:
         for name, digest in json.loads(value).items():
             seen.setdefault(name, set()).add(digest)
     return sorted(name for name, values in seen.items() if len(values) > 1)
+
+
+def added(key: str, values: dict[str, float]) -> dict[str, float]:
+    """The sum of what the processes have by each name, which all have."""
+    every = [json.loads(v) for v in gather(key, json.dumps(values).encode())]
+    return {name: sum(value[name] for value in every) for name in values}
+
+
+def write_hashes(of: str, lines: list[str]) -> None:
+    """Writes "name: hash" lines for tests/gpu/compare_hashes.py, if asked to.
+
+    To the file $JAX_OVERLAP_TEST_HASHES + rank + "." + of.
+    """
+    if prefix := os.environ.get("JAX_OVERLAP_TEST_HASHES"):
+        path = pathlib.Path(f"{prefix}{jax.process_index()}.{of}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{line}\n" for line in lines))
 
 
 @functools.cache

@@ -2,12 +2,14 @@
 
 About `size` elements travel from rank to rank; the other dimensions are small, and
 change with the size, so that all shapes of tiles come up. Contractions are short: the
-sums of products of small integers are exact in every float type.
+sums of products of small integers are exact in every float type, and so is each
+rank's own sum, which travels in the type of the result on GPUs.
 """
 
 import dataclasses
 import functools
 
+import cpu_devices
 import numpy as np
 from contract_tools import BF16, F16, ROUNDOFF
 from jax import lax
@@ -17,7 +19,10 @@ from op_descriptions import gather, scatter, total
 import jax_overlap
 
 DTYPES = (np.float32, BF16, F16, np.float64)
-BOTH_ALGORITHMS = ("in_place", "sliced")
+# Where peers' operands cannot be addressed there is no "in_place": it lowers to lax.
+ON_GPU = not cpu_devices.ON_CPU
+ALGORITHMS = ("sliced",) if ON_GPU else ("in_place", "sliced")
+ALL_REDUCE_ALGORITHMS = ("sliced",) if ON_GPU else ("in_place",)
 MANY = 200_003  # elements: "sliced" sends 4096 narrow rows at a time
 
 
@@ -37,25 +42,39 @@ def of_weight(x, ct):
     return turned(flat[0]) @ flat[1]
 
 
-def bound(value, absolute, terms, dtype):
-    """Of sums of products in fp32 (float64: in float64), rounded once at the end.
+def bound(reference, operands, k, adds_ranks, dtype):
+    """How far the result of a matmul may be off; `reference` gives the right one.
 
-    value: the right results. absolute: the same of the operands' absolute values.
-    terms: how many products there are, at most, in a sum: each has been rounded, and
-    takes part in as many additions, in whatever order they are made.
+    Of sums of products in fp32 (float64: in float64), rounded once at the end. k: how
+    many products a rank adds, and adds_ranks: whether those of all ranks are added.
+    Each has been rounded, and takes part in as many additions, in whatever order they
+    are made. On GPUs tensor cores truncate, which counts four times, and what a rank
+    has added is rounded to the type of the result before it travels.
     """
     unit = ROUNDOFF[np.dtype(dtype)]
-    return unit * np.abs(value) + (terms + 1) * min(unit, 2.0**-24) * absolute
+    adding = min(unit, 2.0**-24)
+    absolute = reference(*map(np.abs, operands))
+    rounded = unit * np.abs(reference(*operands))
+    ranks = len(operands[0]) if adds_ranks else 1
+    if not ON_GPU:
+        return rounded + (ranks * k + 1) * adding * absolute
+    off = rounded + 4 * (k + ranks) * adding * absolute
+    for rank in range(ranks if ranks > 1 else 0):
+        off += (ranks - 1) * unit * np.abs(reference(*_only(rank, *operands)))
+    return off
 
 
-def _bound(reference, summed):
-    """`bound` of an op; summed: (ranks, k of the weight) -> products in a sum."""
+def _only(rank, x, *ws):
+    """Operands of which those of one rank are left."""
+    mine = (np.arange(len(x)) == rank).reshape(-1, *(1,) * (x.ndim - 1))
+    return np.where(mine, x, 0), *ws
+
+
+def _bound(reference, adds_ranks):
+    """`bound` of an op."""
 
     def of(operands, dtype):
-        value = reference(*operands)
-        absolute = reference(*map(np.abs, operands))
-        ranks, k = operands[1].shape[:2]
-        return bound(value, absolute, summed(ranks, k), dtype)
+        return bound(reference, operands, operands[1].shape[1], adds_ranks, dtype)
 
     return of
 
@@ -100,8 +119,8 @@ def _reduce_scatter(dimension, shapes):
         vjp=vjp,
         inside_vjp=lambda i, operands, cts, vma: vjp(i, operands, cts),
         shapes=shapes,
-        bound=_bound(forward, lambda ranks, k: ranks * k),
-        algorithms=BOTH_ALGORITHMS,
+        bound=_bound(forward, adds_ranks=True),
+        algorithms=ALGORITHMS,
         dtypes=DTYPES,
         invariant=False,
         mixes_with_vmap=False,
@@ -149,8 +168,8 @@ def _all_gather(dimension, shapes):
         vjp=vjp,
         inside_vjp=lambda i, operands, cts, vma: vjp(i, operands, cts),
         shapes=shapes,
-        bound=_bound(forward, lambda ranks, k: k),
-        algorithms=BOTH_ALGORITHMS,
+        bound=_bound(forward, adds_ranks=False),
+        algorithms=ALGORITHMS,
         dtypes=DTYPES,
         invariant=False,
         mixes_with_vmap=False,
@@ -196,8 +215,8 @@ MATMUL_ALL_REDUCE = Op(
         (_rows(size, _wide(size)[0]), _wide(size)[1]),
         _wide(size)[::-1],
     ),
-    bound=_bound(_all_reduce, lambda ranks, k: ranks * k),
-    algorithms=("in_place",),
+    bound=_bound(_all_reduce, adds_ranks=True),
+    algorithms=ALL_REDUCE_ALGORITHMS,
     dtypes=DTYPES,
     many=MANY,
 )

@@ -32,8 +32,20 @@ import jax_overlap
 TEAM_SIZES = devices.team_sizes((1, 2, 3, 4, 5, 6, 8))
 # On GPUs XLA (jax 0.11.2) crashes on operands without elements under shard_map, with or
 # without an op.
-_NONE = (0,) if cpu_devices.ON_CPU else ()
-SIZES = (*_NONE, 1, 3, 7, 8, 255, 256, 257, 4095, 4096, 4097)
+TAKES_NO_ELEMENTS = cpu_devices.ON_CPU
+SIZES = (
+    *((0,) if TAKES_NO_ELEMENTS else ()),
+    1,
+    3,
+    7,
+    8,
+    255,
+    256,
+    257,
+    4095,
+    4096,
+    4097,
+)
 # A row of bytes that ends off a 16-byte line, in every way that two-byte types can.
 RAGGED = (1, 7, 255, 8192 - 1, *(8192 + k for k in range(1, 8)))
 NODE_SPLITS = devices.node_splits()
@@ -189,6 +201,23 @@ class Contract(parameterized.TestCase):
         if not processes.lax_runs():
             self.skipTest("needs a GPU for each rank: NCCL refuses to share one")
 
+    def falls_back(self, fn, *operands) -> bool:
+        """Whether an op in `fn` is left to lax, as those without GPU code are there."""
+        plans = jax_overlap.explain(fn, *operands)
+        return any(plan.implementation == "lax" for plan in plans)
+
+    def need_lax_for(self, fn, *operands):
+        """Skips where XLA's own collectives do not run and `fn` falls back on them."""
+        if not processes.lax_runs() and self.falls_back(fn, *operands):
+            self.need_lax()
+
+    def multiply_exactly(self):
+        """For the rest of the test: on GPUs float32 is cut to TF32 otherwise.
+
+        Integers below 2^11 do not need it.
+        """
+        self.enterContext(jax.default_matmul_precision("highest"))
+
     def check(
         self,
         fn,
@@ -292,6 +321,7 @@ class Values(Contract):
     @named(f32=(np.float32,), bf16=(BF16,), f16=(F16,), f64=(np.float64,))
     def test_random_data_stay_within_the_derived_bound(self, dtype):
         op, layout = self.op, line(devices.ranks(8))
+        self.multiply_exactly()
         with jax.enable_x64(dtype == np.float64):
             cases = [
                 op.operands(layout, s, dtype, self.seed + s, tools.normal)

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from contract_tools import BF16, F16, line
-from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from matmul_descriptions import bound
-from op_contract import Near, lowered, named
+from op_contract import TAKES_NO_ELEMENTS, Near, lowered, named
 from op_contract_matmul_forms import GRID, RANKS, REFUSALS, WIDE, MatmulForms, form
 from op_contract_transforms import both_modes
 
@@ -65,13 +65,16 @@ class Matmuls(MatmulForms):
                 error, text = self.refusal(self.call, shapes, **{option: value})
                 self.assertEqual(error, ValueError)
                 self.assertRegex(text, f"{name}: {option}={value!r}")
-                self.assertIn(str(legal), text)
+                for word in legal:  # of algorithms there may be others, elsewhere
+                    self.assertIn(repr(word), text)
         for axes, error in (("nope", NameError), (("x", "x"), ValueError)):
             kind, text = self.refusal(self.call, shapes, axis_name=axes)
             self.assertTrue(issubclass(kind, error))
             self.assertRegex(text, "nope|twice")
         if self.takes_groups:
-            for groups in ([[0, 1], [1, 2]], [[0], [1], [2]], [[0, 1, 2], [3]]):
+            but_last = range(RANKS - 1)
+            unlike = [[[*but_last], [RANKS - 1]]] if RANKS > 2 else []
+            for groups in ([[0, 1], [1, 2]], [[i] for i in but_last], *unlike):
                 kind, text = self.refusal(self.call, shapes, axis_index_groups=groups)
                 self.assertEqual(kind, ValueError)
                 self.assertRegex(text, f"{name}: axis_index_groups")
@@ -79,11 +82,13 @@ class Matmuls(MatmulForms):
     @named(i32=(np.int32,), i8=(np.int8,), c64=(np.complex64,))
     def test_types_that_are_not_native(self, dtype):
         """They go to lax and are counted; with "native" they are refused."""
+        self.need_lax()
         forms = self.forms(RANKS)[:1]
         (operands,) = self.data(forms, dtype=dtype)
         name = np.dtype(dtype).name
         before = lowered(self.op.name, "lax", name)
-        got = jax.jit(tools.stacked(self.call, line(RANKS)))(*operands)
+        fn = jax.jit(tools.stacked(self.call, line(RANKS)))
+        got = fn(*tools.place(operands, line(RANKS)))
         self.assertEqual(lowered(self.op.name, "lax", name), before + 1)
         wide = np.complex64 if dtype == np.complex64 else np.int64
         want = self.numpy(*(a.astype(wide) for a in operands))
@@ -98,11 +103,13 @@ class Matmuls(MatmulForms):
 
     def test_native_is_ours_and_reference_is_lax(self):
         forms = self.forms(RANKS)[:1]
-        for dtype in (np.float32, BF16, F16):
-            data = self.data(forms, dtype=dtype)
-            ((right,),) = self.right(data, forms)
-            want = right.astype(dtype)
-            for kind, calls in (("native", 1), ("reference", 0)):
+        for kind, calls in (("native", 1), ("reference", 0)):
+            if kind == "reference":
+                self.need_lax()
+            for dtype in (np.float32, BF16, F16):
+                data = self.data(forms, dtype=dtype)
+                ((right,),) = self.right(data, forms)
+                want = right.astype(dtype)
                 self.check(
                     self.each(forms, implementation=kind),
                     line(RANKS),
@@ -114,9 +121,16 @@ class Matmuls(MatmulForms):
                 )
 
     def test_partly_manual_shard_map_goes_to_lax(self):
-        forms = self.forms(RANKS)[:1]
-        (operands,) = self.data(forms)
+        self.need_lax()
+        ranks = line(GRID.team)  # which hold the operands; those along "a" the same
+        forms = self.forms(ranks.size)[:1]
+        (operands,) = self.data(forms, ranks)
         ((want,),) = self.right([operands], forms)
+        along_b = NamedSharding(GRID.mesh, P("b"))
+        operands = [
+            jax.make_array_from_callback(a.shape, along_b, lambda i, a=a: a[i])
+            for a in operands
+        ]
         fn = lambda kind: jax.jit(  # noqa: E731
             jax.shard_map(
                 lambda *a: self.call(
@@ -132,13 +146,15 @@ class Matmuls(MatmulForms):
         compiled = fn(None).lower(*operands).compile()
         self.assertEqual(lowered(self.op.name, "lax", "automatic"), before + 1)
         self.assertEqual(tools.custom_calls(compiled.as_text(), self.op.target), 0)
-        np.testing.assert_array_equal(compiled(*operands), want)
+        self.assert_global(compiled(*operands), want)
         with self.assertRaisesRegex(NotImplementedError, "'a'.*automatic"):
             fn("native").lower(*operands)
 
     @both_modes
     def test_without_elements(self, check_vma):
         """Zeros without a call, also where lax cannot do it; and so the gradients."""
+        if not TAKES_NO_ELEMENTS:
+            self.skipTest("needs a newer jax: XLA crashes on no elements on GPUs")
         data = self.data(self.empty)
 
         def fn(data):
@@ -161,20 +177,27 @@ class Matmuls(MatmulForms):
 
     @named(vma=(True,), no_vma=(False,))
     def test_the_primal_result_is_not_mapped_with_the_tangents(self, check_vma):
-        operands, *_ = self.data(self.forms(RANKS)[:1])
+        self.need_lax()
+        self.multiply_exactly()
+        (operands,) = self.data(self.forms(RANKS)[:1])
+        operands = tools.place(operands, line(RANKS))
 
-        def transformed(call):
+        def transformed(call, *operands):
             fn = tools.stacked(lambda *a: call(*a)[0], line(RANKS), check_vma=check_vma)
-            loss = lambda w: (fn(operands[0], w) ** 2).sum()  # noqa: E731
-            beside = jax.vmap(lambda z: (fn(*operands), z), out_axes=(None, 0))
+            loss = lambda x, w: (fn(x, w) ** 2).sum()  # noqa: E731
+            beside = jax.vmap(lambda z, *a: (fn(*a), z), (0, None, None), (None, 0))
             return (
                 jax.jacfwd(fn)(*operands),
-                jax.hessian(loss)(operands[1]),
-                beside(jnp.arange(3.0)),
+                jax.hessian(loss, 1)(*operands),
+                beside(jnp.arange(3.0), *operands),
             )
 
+        run = transformed
+        if jax.process_count() > 1:  # as each has a part only
+            whole = NamedSharding(line(RANKS).mesh, P())
+            run = jax.jit(transformed, static_argnums=0, out_shardings=whole)
         theirs = functools.partial(self.lax, axis_name="x")
-        got, want = transformed(self.call), transformed(theirs)
+        got, want = (run(call, *operands) for call in (self.call, theirs))
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
     @named(both=((0, 0),), x=((0, None),), w=((None, 0),))
@@ -199,7 +222,8 @@ class Matmuls(MatmulForms):
 
     def test_booleans_are_added_as_lax_adds_them(self):
         ((x, w),) = self.data(self.forms(RANKS)[:1])
-        a = x > 0, w > 0
+        self.need_lax()
+        a = tools.place((x > 0, w > 0), line(RANKS))
         ours = lambda *a: self.call(*a)[0]  # noqa: E731
         theirs = lambda *a: self.lax(*a, axis_name="x")[0]  # noqa: E731
         try:
@@ -210,7 +234,7 @@ class Matmuls(MatmulForms):
             return
         got = jax.jit(tools.stacked(ours, line(RANKS)))(*a)
         self.assertEqual(got.dtype, want.dtype)
-        np.testing.assert_array_equal(got, want)
+        self.assert_same(got, want)
 
     def shapes_of_first(self):
         (x, *ws), _ = self.forms(RANKS)[0]
@@ -245,7 +269,7 @@ class Matmuls(MatmulForms):
             "an array": (lambda x, w: (x, jnp.asarray(same[1])), (x, wholes[1])),
             "both": (lambda x, w: (2 * same[0], same[1]), (2 * wholes[0], wholes[1])),
             "a sum": (
-                lambda x, w: (x, lax.psum(w, "x")),
+                lambda x, w: (x, jax_overlap.psum(w, "x")),
                 (x, np.broadcast_to(w.sum(0), w.shape)),
             ),
         }
@@ -257,7 +281,7 @@ class Matmuls(MatmulForms):
             ]
 
         want = self.right([o for _, o in pairs.values()], [((), {})] * len(pairs))
-        kw = {"calls": len(pairs), "foreign": True, "repeats": 1}
+        kw = {"calls": len(pairs), "repeats": 1}
         self.check(fn, line(RANKS), (x, w), want, check_vma=check_vma, **kw)
 
     def test_explain(self):
@@ -303,13 +327,14 @@ class Matmuls(MatmulForms):
                 for o in data
             ]
 
-        got = jax.jit(tools.stacked(grads, line(RANKS)))(data)
+        got = jax.jit(tools.stacked(grads, line(RANKS)))(tools.place(data, line(RANKS)))
         for operands, of_operands in zip(data, got, strict=True):
             for a, g in zip(operands, of_operands, strict=True):
                 self.assertEqual((a.shape, a.dtype), (g.shape, g.dtype))
 
     def test_a_result_that_is_not_native(self):
         """f32 in, f64 out is left to lax."""
+        self.need_lax()
         forms = self.forms(RANKS)[:1]
         with jax.enable_x64():
             data = self.data(forms)
@@ -333,7 +358,8 @@ class Matmuls(MatmulForms):
                 )(*a)
                 return self.call(*a), grads
 
-            got, grads = jax.jit(tools.stacked(fn, line(RANKS)))(*mixed)
+            placed = tools.place(mixed, line(RANKS))
+            got, grads = jax.jit(tools.stacked(fn, line(RANKS)))(*placed)
             self.assert_stacked(got, [y.astype(wide) for y in want])
             self.assertEqual(tuple(g.dtype for g in grads), tuple(map(np.dtype, pair)))
         mixed = (operands[0].astype(np.int8), operands[1].astype(BF16))
@@ -358,26 +384,18 @@ class Matmuls(MatmulForms):
 
     @named(f32=(np.float32,), bf16=(BF16,), f16=(F16,), f64=(np.float64,))
     def test_large_ones_stay_within_the_derived_bound(self, dtype):
+        self.multiply_exactly()
         with jax.enable_x64(dtype == np.float64):
             forms = [self.large(RANKS)]
             make = lambda *a: (tools.normal(*a) / 4).astype(dtype)  # noqa: E731
             data = self.data(forms, dtype=dtype, make=make)
             (options,) = (o for _, o in forms)
             wide = [a.astype(np.float64) for a in data[0]]
-            want = self.numpy(*wide, **options)
-            absolute = self.numpy(*map(np.abs, wide), **options)
-            terms = 1000 * (RANKS if self.adds_ranks else 1)
-            twice = 1 + (dtype == np.float64)  # the oracle is off by as much itself
-            want = [
-                [
-                    Near(
-                        np.asarray(y),
-                        twice * bound(y, a, terms, dtype),
-                        np.dtype(dtype),
-                    )
-                    for y, a in zip(want, absolute, strict=True)
-                ]
-            ]
+            right = lambda *a: np.asarray(self.numpy(*a, **options)[0])  # noqa: E731
+            off = bound(right, wide, 1000, self.adds_ranks, dtype)
+            if dtype == np.float64:
+                off *= 2  # the oracle is off by as much itself
+            want = [[Near(right(*wide), off, np.dtype(dtype))]]
             for algorithm in self.algorithms:
                 self.check(
                     self.each(forms, algorithm=algorithm),
@@ -393,7 +411,7 @@ class Matmuls(MatmulForms):
         forms = self.ragged(RANKS)[:2]
         data = self.data(forms)
         for x, w in data:
-            x[1, -1, 0], x[2, 0, -1] = np.inf, np.nan
+            x[1, -1, 0], x[min(2, RANKS - 1), 0, -1] = np.inf, np.nan
             w[0, 0, -1] = -np.inf
         with np.errstate(invalid="ignore"):
             want = self.right(data, forms)

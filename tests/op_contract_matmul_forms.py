@@ -7,20 +7,26 @@ everything is exact.
 
 import functools
 
+import contract_devices as devices
+import contract_processes as processes
 import contract_tools as tools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from contract_tools import Layout, line
+from contract_devices import Layout, alone, line
+from contract_tools import BF16, F16
 from jax import lax
-from op_contract import Contract, named
+from op_contract import TAKES_NO_ELEMENTS, Contract, named
 
 import jax_overlap
 
-RANKS = 4
+RANKS = devices.ranks(4)  # four, or as many as there are
 REFUSALS = (ValueError, TypeError, IndexError)
-GRID = Layout((2, 4), ("a", "b"), ("b",))
+GRID = Layout((2, 4) if devices.COUNT == 8 else (1, devices.COUNT), ("a", "b"), ("b",))
 WIDE = {"preferred_element_type": np.float32}
+
+_ORDER = (2, 0, 3, 1) if RANKS == 4 else devices.permuted(RANKS)
+LINES = (*map(line, devices.team_sizes((2, 3, 8))), line(RANKS, order=_ORDER))
 
 # Dimension numbers: of a weight [n, k]; of x [k, m]; with a batch; with everything at
 # an unlikely place: two batch and two contracting dimensions, in unlike orders.
@@ -40,6 +46,25 @@ def form(x, w, dims=None, **options):
     if dims is not None:
         options["dimension_numbers"] = dims
     return (x, *ws), options
+
+
+def half_sums(ranks):
+    """(what the ranks hold, its type, the sum) that show in which type it is made."""
+    up = [40_000] * (ranks // 2)
+    even = float(np.float32(255 + ranks).astype(BF16))
+    return (
+        ([256, *[1] * (ranks - 1)], BF16, even),
+        ([*up, *(-v for v in up), *[0] * (ranks % 2)], F16, 0),
+    )
+
+
+def with_elements(*forms):
+    """The forms, less those without elements where these cannot be had."""
+    return tuple(
+        (shapes, options)
+        for shapes, options in forms
+        if TAKES_NO_ELEMENTS or all(0 not in shape for shape in shapes)
+    )
 
 
 def lax_dot(x, w, dims, precision=None):
@@ -68,8 +93,10 @@ class MatmulForms(Contract):
     forms: staticmethod  # (ranks) -> forms, of which the first is of plain rows
     numpy: staticmethod  # (x, *ws of a team, **options) -> list of results
     lax: staticmethod  # (x, *ws, axis_name, **options) -> list of results
-    refused: tuple  # forms on four ranks that lax refuses, too
-    empty: tuple  # forms that need no call: there is nothing to send, or to add
+    refused: tuple  # forms on RANKS that lax refuses, too
+    empty: (
+        tuple  # forms on RANKS that need no call: there is nothing to send, or to add
+    )
     takes_groups = True
     adds_ranks = True  # so that sums have the products of all ranks
 
@@ -89,14 +116,24 @@ class MatmulForms(Contract):
             for i, (shapes, _) in enumerate(forms)
         ]
 
-    def right(self, data, forms):
+    def right(self, data, forms, teams=None):
+        """The right results; teams: positions of the ranks of each, default: of one."""
         return [
-            [
-                np.asarray(y).astype(np.float32)
-                for y in self.numpy(*map(tools.wide, operands), **options)
-            ]
+            self.right_of(operands, options, teams)
             for operands, (_, options) in zip(data, forms, strict=True)
         ]
+
+    def right_of(self, operands, options, teams=None):
+        out: list = []
+        for team in [np.arange(len(operands[0]))] if teams is None else teams:
+            parts = (tools.wide(a)[team] for a in operands)
+            ys = [np.asarray(y) for y in self.numpy(*parts, **options)]
+            if not out:
+                shapes = [(len(operands[0]), *y.shape[1:]) for y in ys]
+                out = [np.zeros(shape, np.float32) for shape in shapes]
+            for whole, y in zip(out, ys, strict=True):
+                whole[team] = y
+        return out
 
     def each(self, forms, **more):
         """A function of one rank's operands: the op on those of each form."""
@@ -116,7 +153,7 @@ class MatmulForms(Contract):
             self.each(forms, **more),
             layout,
             (data,),
-            self.right(data, forms),
+            self.right(data, forms, layout.teams),
             calls=len(forms) if calls is None else calls,
             check_vma=check_vma,
             repeats=1,
@@ -132,14 +169,14 @@ class MatmulForms(Contract):
     def test_every_form_no_vma(self):
         self.check_forms(self.forms(RANKS), check_vma=False)
 
-    @named(**{str(n): (n,) for n in (2, 3, 8)})
+    @named(**{str(n): (n,) for n in devices.team_sizes((2, 3, 8))})
     def test_every_form_on_ranks(self, n):
         self.check_forms(self.forms(n), line(n))
 
     @named(by_choice=(None, False), by_force=("native", True))
     def test_one_rank_needs_no_call(self, kind, check_vma):
         self.check_forms(
-            self.forms(1), line(1), check_vma, calls=0, implementation=kind
+            self.forms(1), alone(), check_vma, calls=0, implementation=kind
         )
 
     @named(vma=(True, 0), no_vma=(False, -1))
@@ -149,43 +186,47 @@ class MatmulForms(Contract):
         Results are linear in each operand that they need, so a gradient g is right if
         <g, v> = <ct, op(v)> for any other operand v; some random ones tell it.
         """
-        forms = self.forms(RANKS)
-        data = self.data(forms)
-        right = self.right(data, forms)
-        cts = [
-            [tools.exact(self.seed + 50 + i, y.shape, np.float32) for y in ys]
-            for i, ys in enumerate(right)
-        ]
-
-        def fn(call, data, cts):
-            out = []
-            for operands, ct, (_, options) in zip(data, cts, forms, strict=True):
-                of = functools.partial(call, **options)
-
-                def loss(*operands, of=of, ct=ct):
-                    return sum(map(jnp.vdot, of(*operands), ct))
-
-                argnums = tuple(range(len(operands)))
-                grads = jax.grad(loss, argnums)(*operands)
-                tangents = tuple(2 * a + 1 for a in operands)
-                out.append((*jax.jvp(of, operands, tangents), grads))
-            types.append(jax.tree.map(jax.typeof, out))
-            return out
-
-        types, layout, algorithm = [], line(RANKS), self.op.algorithms[which]
-        ours, theirs = (
-            tools.stacked(functools.partial(fn, call), layout, check_vma=check_vma)
-            for call in (
-                functools.partial(self.call, algorithm=algorithm),
-                functools.partial(self.lax, axis_name="x"),
-            )
+        layout, algorithm = line(RANKS), self.op.algorithms[which]
+        calls = (
+            functools.partial(self.call, algorithm=algorithm),
+            functools.partial(self.lax, axis_name="x"),
         )
+
+        def both(forms):
+            return [
+                tools.stacked(
+                    functools.partial(self.derivatives, call, forms),
+                    layout,
+                    check_vma=check_vma,
+                )
+                for call in calls
+            ]
+
+        def operands(forms):
+            data = self.data(forms)
+            return data, [
+                [tools.exact(self.seed + 50 + i, y.shape, np.float32) for y in ys]
+                for i, ys in enumerate(self.right(data, forms))
+            ]
+
+        forms, left = self.forms(RANKS), False
+        if jax.default_backend() == "gpu":  # some send what has no GPU code
+            falls = [self.falls_back(both([f])[0], *operands([f])) for f in forms]
+            left = any(falls) and processes.lax_runs()
+            if not left:
+                forms = [f for f, falls in zip(forms, falls, strict=True) if not falls]
+        data, cts = operands(forms)
+        right = self.right(data, forms)
+        ours, theirs = both(forms)
+        self.seen_types = []
         for stacked in (ours, theirs):
             jax.eval_shape(stacked, data, cts)
-        self.assertEqual(*types)
+        self.assertEqual(*self.seen_types)
         placed = tools.place((data, cts), layout)
         compiled = jax.jit(ours).lower(*placed).compile()
-        self.assertEqual(tools.collectives(compiled.as_text()), [])
+        if not left:
+            self.assertEqual(tools.collectives(compiled.as_text()), [])
+        products = {}  # <g, v>, as much as this process has, and <ct, op(v)>
         for i, (value, along, grads) in enumerate(compiled(*placed)):
             operands, (shapes, options) = data[i], forms[i]
             with self.subTest(shapes=shapes, **options):
@@ -200,8 +241,31 @@ class MatmulForms(Contract):
                     for seed in (1, 2, 3):
                         v = tools.exact(self.seed + seed, grad.shape, np.float32)
                         ys = self.with_operand(operands, j, v, options)
-                        want = sum(map(np.vdot, cts[i], ys))
-                        self.assertEqual(np.vdot(np.asarray(grad), v), want, j)
+                        parts = tools.fetch(grad).items()
+                        mine = sum(float(np.vdot(part, v[p])) for p, part in parts)
+                        products[f"{i} {j} {seed}"] = (
+                            mine,
+                            sum(map(np.vdot, cts[i], ys)),
+                        )
+        mine = {name: part for name, (part, _) in products.items()}
+        for name, got in processes.added(self.id(), mine).items():
+            self.assertEqual(got, products[name][1], f"form, operand, seed: {name}")
+
+    def derivatives(self, call, forms, data, cts):
+        """Value, JVP and gradients of each form."""
+        out = []
+        for operands, ct, (_, options) in zip(data, cts, forms, strict=True):
+            of = functools.partial(call, **options)
+
+            def loss(*operands, of=of, ct=ct):
+                return sum(map(jnp.vdot, of(*operands), ct))
+
+            argnums = tuple(range(len(operands)))
+            grads = jax.grad(loss, argnums)(*operands)
+            tangents = tuple(2 * a + 1 for a in operands)
+            out.append((*jax.jvp(of, operands, tangents), grads))
+        self.seen_types.append(jax.tree.map(jax.typeof, out))
+        return out
 
     def with_operand(self, operands, i, other, options):
         """The right results with another operand at i, less what does not need it."""
@@ -246,29 +310,33 @@ class MatmulForms(Contract):
         kw = {"calls": len(forms), "repeats": 1}
         self.check(fn, line(RANKS), (stacked_,), want, **kw)
 
+    def gathers(self, fn, operands, unused=()):
+        """The ops in a program, as `explain` says; the native ones are calls in it.
+
+        But for those of which nothing is used.
+        """
+        plans = jax_overlap.explain(fn, *operands)
+        placed = tools.place(operands, line(RANKS))
+        hlo = jax.jit(fn).lower(*placed).compile().as_text()
+        native = [p.op for p in plans if p.implementation == "native"]
+        self.assertIn(self.op.name, native)
+        for op in {"all_gather", "all_gather_matmul", *native} - {*unused}:
+            found = tools.custom_calls(hlo, f"jax_overlap.{op}")
+            self.assertEqual(found, native.count(op), op)
+        return [p.op for p in plans]
+
     # Groups.
 
     def test_groups(self):
-        """Equal groups of the four along "b" of a mesh of 2 x 4."""
+        """Equal groups of the ranks along "b" of the mesh."""
         if not self.takes_groups:
             return
-        for groups in ([[0, 2], [3, 1]], [[3, 1, 0, 2]], [[2], [0], [3], [1]]):
+        for groups in devices.groups(GRID.team):
             size = len(groups[0])
             forms = self.forms(size)
             data = self.data(forms, GRID)
-            want = []
-            for operands, (_, options) in zip(data, forms, strict=True):
-                out = None
-                for row in range(2):
-                    for group in groups:
-                        ranks = [4 * row + r for r in group]
-                        part = [tools.wide(a[ranks]) for a in operands]
-                        ys = [np.asarray(y) for y in self.numpy(*part, **options)]
-                        if out is None:
-                            out = [np.zeros((8, *y.shape[1:]), np.float32) for y in ys]
-                        for o, y in zip(out, ys, strict=True):
-                            o[ranks] = y
-                want.append(out)
+            teams = [team[group] for team in GRID.teams for group in groups]
+            want = self.right(data, forms, teams)
             fn = self.each(forms, axis_name="b", axis_index_groups=groups)
             kw = {"calls": len(forms) if size > 1 else 0, "repeats": 1}
             with self.subTest(groups=groups):
@@ -277,14 +345,19 @@ class MatmulForms(Contract):
     def test_the_gradient_over_groups(self):
         if not self.takes_groups:
             return
-        forms = self.forms(2)[:1]
-        groups = [[3, 0], [1, 2]]
-        (operands,) = self.data(forms)
+        self.need_lax()
+        groups = devices.groups(RANKS)[-2]  # pairs, if the ranks are even
+        forms = self.forms(len(groups[0]))[:1]
+        operands = tools.place(self.data(forms)[0], line(RANKS))
         grads = []
         for call in (self.call, functools.partial(self.lax, axis_name="x")):
             fn = lambda *a, call=call: call(*a, axis_index_groups=groups)[0] ** 2  # noqa: E731
             fn = tools.stacked(fn, line(RANKS))
-            grads.append(
-                jax.jit(jax.grad(lambda *a, fn=fn: fn(*a).sum(), (0, 1)))(*operands)
-            )
-        jax.tree.map(np.testing.assert_array_equal, *grads)
+            of = jax.jit(jax.grad(lambda *a, fn=fn: fn(*a).sum(), (0, 1)))
+            grads.append(of(*operands))
+        self.assert_same(*grads)
+
+    def assert_same(self, got, want):
+        """Both trees of stacked arrays have the same numbers on each rank."""
+        got, want = (jax.tree.map(tools.fetch, tree) for tree in (got, want))
+        jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -26,6 +26,7 @@ class OnFourRanks(Contract):
 
     def setUp(self):
         super().setUp()
+        self.multiply_exactly()
         self.operands = self.op.operands(self.layout, self.size, np.float32, self.seed)
         self.tangents = self.op.operands(
             self.layout, self.size, np.float32, self.seed + 1
@@ -94,6 +95,7 @@ class Transforms(OnFourRanks):
             return ()
 
         run = jax.jit(tools.stacked(fn, self.layout, check_vma=check_vma))
+        self.need_lax_for(run, *operands)
         for got in run(*tools.place(operands, self.layout)):
             self.assert_stacked(got, wanted)  # if lax is wrong, the test is
         jax.eval_shape(
@@ -124,6 +126,7 @@ class Transforms(OnFourRanks):
             loss = jax.value_and_grad(
                 lambda *a: jnp.sum(a[-1] * fn(*a[:-1])), argnums=i
             )
+            self.need_lax_for(loss, *placed, cts)
             if processes.lax_runs():  # which adds what the ranks have
                 value, got = jax.jit(loss)(*placed, cts)
                 self.assertEqual(float(value), float(np.sum(self.cts * self.right)))
@@ -156,10 +159,12 @@ class Transforms(OnFourRanks):
 
                 return jax.grad(loss)(x)
 
+            def grad_and_jvp(x, t, others, grad=grad):
+                return jax.jvp(lambda x: grad(x, others), (x,), (t,))
+
             tangent = tools.place(self.tangents[i], self.layout)
-            got, along = jax.jit(
-                lambda x, t, others: jax.jvp(lambda x: grad(x, others), (x,), (t,))
-            )(placed[i], tangent, placed)
+            self.need_lax_for(grad_and_jvp, placed[i], tangent, placed)
+            got, along = jax.jit(grad_and_jvp)(placed[i], tangent, placed)
             self.assert_stacked(got, self.vjp_wanted(i, cts=3 * self.right**2))
             moved = 6 * self.right * self.jvp_wanted(i, self.tangents[i])
             self.assert_stacked(along, self.vjp_wanted(i, cts=moved))

@@ -309,9 +309,9 @@ class Words(parameterized.TestCase):
     def test_reduce_scatter(self):
         self.assertEqual(
             schedule.describe("matmul_reduce_scatter", "sliced", 8),
-            "own slice last: rank r computes slices r-1, r-2, .., r (mod 8); each "
-            "partial product goes to its owner's slot while the next is computed; 8 "
-            "slots summed in rank order",
+            "own slice last: rank r computes those of its 7 others in turn, from a "
+            "neighbour's on, then slice r; each partial product goes to its owner's "
+            "slot while the next is computed; 8 slots summed in rank order",
         )
 
     @parameterized.parameters(

@@ -31,13 +31,25 @@ GpuSite::~GpuSite() { Drop(); }
 void GpuSite::Drop() {
   for (auto& [ordinal, channel] : channels_) GpuErrors::Get().Give(channel.error);
   channels_.clear();
-  if (pool_ != nullptr) pool_->Leave(piece_);
+  if (pool_ != nullptr && !shared_) pool_->Leave(piece_);
   pool_ = nullptr;
 }
 
 std::string GpuSite::ChannelAt(int ordinal, const std::function<Need(size_t)>& need,
                                const GpuChannel** channel) {
   std::lock_guard<std::mutex> lock(mutex_);
+  return At(ordinal, need, channel);
+}
+
+std::string GpuSite::ExchangeAt(int ordinal, const GpuChannel** channel, size_t* bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::string error = At(ordinal, nullptr, channel);
+  *bytes = piece_.bytes;
+  return error;
+}
+
+std::string GpuSite::At(int ordinal, const std::function<Need(size_t)>& need,
+                        const GpuChannel** channel) {
   if (pool_ == nullptr) {
     if (std::string error = Take(need); !error.empty()) return what_ + ": " + error;
   }
@@ -57,10 +69,12 @@ std::string GpuSite::Take(const std::function<Need(size_t)>& need) {
   GpuPool* const pool = world.PoolOf(devices_, &error);
   if (pool == nullptr) return error;
   if (error = world.MakeRoom(*pool); !error.empty()) return error;
-  const Need needed = need(pool->Budget());
-  if (error = pool->Take(needed.bytes, &piece_); !error.empty()) return error;
+  shared_ = need == nullptr;
+  const Need needed = shared_ ? Need{0, 0} : need(pool->Budget());
+  error = shared_ ? pool->TakeExchange(groups_, &piece_) : pool->Take(needed.bytes, &piece_);
+  if (!error.empty()) return error;
   pool_ = pool;
-  const uint64_t descriptor = Descriptor(needed.hash);
+  const uint64_t descriptor = Descriptor(shared_ ? 0 : CallOf(needed.hash));
   for (const auto& [ordinal, id] : world.local()) {
     const auto device = std::find(devices_.begin(), devices_.end(), id);
     const auto at = std::find(groups_.begin(), groups_.end(), device - devices_.begin());
@@ -74,9 +88,13 @@ std::string GpuSite::Take(const std::function<Need(size_t)>& need) {
   return "";
 }
 
-uint64_t GpuSite::Descriptor(uint64_t hash) const {
+uint64_t GpuSite::CallOf(uint64_t hash) const {
   hash = Mixed(0xcbf29ce484222325ull, hash);
   for (const char c : what_) hash = Mixed(hash, static_cast<unsigned char>(c));
+  return hash;
+}
+
+uint64_t GpuSite::Descriptor(uint64_t hash) const {
   for (const int64_t place : groups_) hash = Mixed(hash, place);
   for (const uint64_t word : {static_cast<uint64_t>(ranks_), static_cast<uint64_t>(node_size_),
                               static_cast<uint64_t>(puts_), static_cast<uint64_t>(piece_.index),
@@ -126,6 +144,14 @@ std::string GpuSite::Describe(const int64_t* group, const Status& status) const 
   if (status.failed == kBroken) {
     return me + " made a call that cannot be served, since an earlier one has failed." + invalid +
            "Start the program anew";
+  }
+  if (status.failed == kPeerFailed) {
+    return me + " has something from " + name(status.peer) + ", which has failed." + invalid +
+           "Its own error says why; start the program anew";
+  }
+  if (status.failed == kConcurrent) {
+    return me + " was called while another fused matmul was under way on this device." + invalid +
+           "One has to follow the other, as they share slots: do not let XLA run them at once";
   }
   if (status.failed == kMismatch) {
     return me + " and " + name(status.peer) +

@@ -47,11 +47,18 @@ class GpuSite {
   // call: `need(what it may take)` says how large. An error text if there is none.
   std::string ChannelAt(int ordinal, const std::function<Need(size_t)>& need,
                         const GpuChannel** channel);
+  // The same of the channel that all sites of the groups share (core/exchange.h), and how
+  // large it is. A site has one or the other.
+  std::string ExchangeAt(int ordinal, const GpuChannel** channel, size_t* bytes);
+  // What is the same on all ranks, if they make the same call, of which `hash` says the rest.
+  uint64_t CallOf(uint64_t hash) const;
 
  private:
+  // `need` null: the shared one.
+  std::string At(int ordinal, const std::function<Need(size_t)>& need, const GpuChannel** channel);
   std::string Take(const std::function<Need(size_t)>& need);
   void Drop();
-  // What is the same on all ranks, if they make the same call.
+  // What all ranks take a channel of their own, or the shared one, for.
   uint64_t Descriptor(uint64_t hash) const;
   // That of `groups_[index]`.
   std::string MakeChannel(int64_t index, uint64_t descriptor, GpuChannel* channel);
@@ -66,6 +73,7 @@ class GpuSite {
   GpuPool* pool_ = nullptr;  // once the channel is taken
   GpuPool::Piece piece_ = {};
   bool puts_ = false;
+  bool shared_ = false;  // the channel
 
   std::mutex mutex_;
   std::map<int, GpuChannel> channels_;  // by ordinal

@@ -53,6 +53,23 @@ std::string GpuPool::Take(size_t bytes, Piece* piece) {
   return "";
 }
 
+std::string GpuPool::TakeExchange(const std::vector<int64_t>& groups, Piece* piece) {
+  const auto found = exchanges_.find(groups);
+  if (found == exchanges_.end()) {
+    size_t largest = 0;
+    for (const auto& [offset, bytes] : free_) largest = std::max(largest, bytes);
+    if (std::string error = Take(Min(largest, free_bytes_ / 2 / kAlign * kAlign), piece);
+        !error.empty()) {
+      return error;
+    }
+    reclaim_below_ = free_bytes_ / 2;  // it will not come back
+    exchanges_[groups] = *piece;
+  } else {
+    *piece = found->second;
+  }
+  return "";
+}
+
 void GpuPool::Leave(const Piece& piece) {
   std::lock_guard<std::mutex> lock(left_mutex_);
   left_.push_back(piece);

@@ -46,6 +46,10 @@ class GpuPool {
   // What a channel may take: a small share, so that there is room for many.
   size_t Budget() const;
 
+  // The piece that all call sites of these groups share, for large slots: half of what is
+  // free when the first of them asks. It is kept.
+  std::string TakeExchange(const std::vector<int64_t>& groups, Piece* piece);
+
   // What programs that are gone have left. Other ranks may still have theirs: a piece is
   // free once all have let go of it, which they agree upon when room gets short. Python ends
   // programs with the GIL held, so Leave has a lock of its own, that of nobody who waits.
@@ -69,6 +73,7 @@ class GpuPool {
   size_t free_bytes_;
   std::set<int> free_indices_;
   size_t reclaim_below_;
+  std::map<std::vector<int64_t>, Piece> exchanges_;
   // A rank's own.
   std::mutex left_mutex_;
   std::vector<Piece> left_;

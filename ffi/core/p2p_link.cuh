@@ -109,6 +109,8 @@ class P2pLink {
     status_->seen = seen;
   }
 
+  __device__ const Status* status() const { return status_; }
+
  protected:
   __device__ const GpuChannel& channel() const { return channel_; }
 

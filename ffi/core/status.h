@@ -16,9 +16,11 @@ struct Where {
 
 enum Failure : int32_t {
   kNone = 0,
-  kExpired = 1,   // a wait has passed its limit
-  kMismatch = 2,  // a peer takes the call for another one
-  kBroken = 3,    // an earlier call has failed
+  kExpired = 1,     // a wait has passed its limit
+  kMismatch = 2,    // a peer takes the call for another one
+  kBroken = 3,      // an earlier call has failed
+  kPeerFailed = 4,  // a peer has, and what it sent may be anything
+  kConcurrent = 5,  // another call was under way on this device
 };
 
 struct Status {

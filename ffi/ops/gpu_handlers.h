@@ -9,6 +9,9 @@ namespace jax_overlap {
 
 struct Handler;  // core/handler.h
 
+Handler AllGatherMatmulGpuHandler();
+Handler MatmulAllReduceGpuHandler();
+Handler MatmulReduceScatterGpuHandler();
 Handler PsumGpuHandler();
 
 // Where psum finds its kernels that put (ops/psum_nvshmem.h).

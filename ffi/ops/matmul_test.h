@@ -93,6 +93,35 @@ int GatheredAt(const MatmulInputs<Op>& in, size_t g, size_t row, size_t k) {
   }
 }
 
+// Element `at` of result `a` of a rank.
+template <class Op>
+int MatmulExpected(const MatmulInputs<Op>& in, int rank, size_t a, size_t at) {
+  const MatmulShape& s = in.sizes.shape;
+  const size_t ranks = s.ranks, rows = s.outer * s.rows;
+  if constexpr (Op::kGathers) {
+    const size_t all_rows = rows * (s.cut == Cut::kRows ? ranks : 1);
+    const size_t inner = s.products[0].inner * (s.cut == Cut::kInner ? ranks : 1);
+    const size_t cols = a < s.products.size() ? s.products[a].cols : inner;
+    const size_t n = at % cols, row = at / cols % all_rows, g = at / cols / all_rows;
+    if (a == s.products.size()) return GatheredAt(in, g, row, n);
+    int sum = 0;
+    for (size_t k = 0; k < inner; ++k) {
+      sum += GatheredAt(in, g, row, k) * in.W(rank, a, g, k, n, inner);
+    }
+    return sum;
+  } else {
+    const size_t over = Op::kScatters ? ranks : 1, part = Op::kScatters ? rank : 0;
+    const size_t cols = s.products[0].cols / (s.cut == Cut::kCols ? over : 1);
+    const size_t part_rows = s.cut == Cut::kRows ? s.rows / over : s.rows;
+    size_t n = at % cols, row = at / cols % (s.outer * part_rows);
+    size_t g = at / cols / (s.outer * part_rows);
+    if (s.cut == Cut::kCols) n += part * cols;
+    if (s.cut == Cut::kBatch) g += part * (s.batch / over);
+    if (s.cut == Cut::kRows) row = row / part_rows * s.rows + part * part_rows + row % part_rows;
+    return SumAt(in, g, row, n);
+  }
+}
+
 template <class Op, class T>
 class MatmulTest {
  public:
@@ -175,36 +204,8 @@ class MatmulTest {
       const MatmulSizes<Op> sizes(cases_[call]);
       size_t a = 0;
       while (i >= sizes.outputs[a + 1]) ++a;
-      return Expected({sizes, call}, rank, a, i - sizes.outputs[a]);
+      return MatmulExpected<Op>({sizes, call}, rank, a, i - sizes.outputs[a]);
     });
-  }
-
-  // Element `at` of result `a` of a rank.
-  static int Expected(const MatmulInputs<Op>& in, int rank, size_t a, size_t at) {
-    const MatmulShape& s = in.sizes.shape;
-    const size_t ranks = s.ranks, rows = s.outer * s.rows;
-    if constexpr (Op::kGathers) {
-      const size_t all_rows = rows * (s.cut == Cut::kRows ? ranks : 1);
-      const size_t inner = s.products[0].inner * (s.cut == Cut::kInner ? ranks : 1);
-      const size_t cols = a < s.products.size() ? s.products[a].cols : inner;
-      const size_t n = at % cols, row = at / cols % all_rows, g = at / cols / all_rows;
-      if (a == s.products.size()) return GatheredAt(in, g, row, n);
-      int sum = 0;
-      for (size_t k = 0; k < inner; ++k) {
-        sum += GatheredAt(in, g, row, k) * in.W(rank, a, g, k, n, inner);
-      }
-      return sum;
-    } else {
-      const size_t over = Op::kScatters ? ranks : 1, part = Op::kScatters ? rank : 0;
-      const size_t cols = s.products[0].cols / (s.cut == Cut::kCols ? over : 1);
-      const size_t part_rows = s.cut == Cut::kRows ? s.rows / over : s.rows;
-      size_t n = at % cols, row = at / cols % (s.outer * part_rows);
-      size_t g = at / cols / (s.outer * part_rows);
-      if (s.cut == Cut::kCols) n += part * cols;
-      if (s.cut == Cut::kBatch) g += part * (s.batch / over);
-      if (s.cut == Cut::kRows) row = row / part_rows * s.rows + part * part_rows + row % part_rows;
-      return SumAt(in, g, row, n);
-    }
   }
 
   const int ranks_;

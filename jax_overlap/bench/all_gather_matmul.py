@@ -8,19 +8,18 @@ from functools import partial
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import jax_overlap
-from jax_overlap.bench import matmuls
+from jax_overlap.bench import gpu_matmuls, matmuls
 
-add_arguments = matmuls.add_arguments
+add_arguments = partial(matmuls.add_arguments, peers=("xla_windowed", "pallas"))
+
+_OP = gpu_matmuls.Op(
+    "all_gather_matmul",
+    specs=(P("x"), P(None, "x"), P(None, "x")),
+    collective=partial(lax.all_gather, tiled=True),
+    gathers=True,
+)
 
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Measures and prints; one row for each size and number of devices."""
-    calls = {
-        "lax": lambda x, w, axis: lax.all_gather(x, axis, tiled=True) @ w,
-        "in_place": partial(jax_overlap.all_gather_matmul, algorithm="in_place"),
-        "sliced": partial(jax_overlap.all_gather_matmul, algorithm="sliced"),
-    }
-    return matmuls.run(
-        "all_gather_matmul", args, calls, (P("x"), P(None, "x"), P(None, "x"))
-    )
+    return matmuls.run(_OP, args, ("in_place", "sliced"))

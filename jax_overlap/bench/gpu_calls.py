@@ -26,7 +26,7 @@ _SHORT, _LONG = 10, 110  # calls
 _PASSES = 10  # of which the median is a round's
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, rounds: int = 5) -> None:
     """The options for GPUs."""
     parser.add_argument(
         "--gpu",
@@ -34,16 +34,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="on all GPUs of the program: of one process, or of the ranks of "
         "`python -m jax_overlap.testing.launch`",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="for each row, on GPUs")
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help="for each row, on GPUs"
+    )
+
+
+def start() -> tuple[Mesh, bool]:
+    """The mesh of all GPUs, of axis "x", and whether ranks share one of them."""
+    jax_overlap.testing.initialize()
+    jax_overlap.init()
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    return mesh, jax_overlap.info()["gpu"]["ranks_on_a_gpu"] > 1
 
 
 def run(op: str, args: argparse.Namespace, variants: dict[str, dict]) -> list[dict]:
     """Measures and prints; a row for each size, without and with a multiply between."""
-    jax_overlap.testing.initialize()
-    jax_overlap.init()
-    mesh = Mesh(np.array(jax.devices()), ("x",))
+    mesh, shared = start()
     # XLA's own kernels instead of NCCL: XLA_FLAGS, another run.
-    shared = jax_overlap.info()["gpu"]["ranks_on_a_gpu"] > 1
     baselines = [] if shared else ["lax"]
     rows = []
     if jax.process_index() == 0:

@@ -54,16 +54,20 @@ def interleave(
     return times
 
 
-def on_ranks(call: Callable, mesh, operands, in_specs, out_specs):
-    """A function that runs `call(*shards, "x")` on the ranks of a mesh."""
-    f = jax.shard_map(
+def sharded(call: Callable, mesh, in_specs, out_specs):
+    """`call(*shards, "x")` as a function of global arrays."""
+    return jax.shard_map(
         lambda *shards: call(*shards, "x"),
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
         check_vma=False,
     )
-    f = jax.jit(f)
+
+
+def on_ranks(call: Callable, mesh, operands, in_specs, out_specs):
+    """A function that runs `call(*shards, "x")` on the ranks of a mesh."""
+    f = jax.jit(sharded(call, mesh, in_specs, out_specs))
     return lambda: f(*operands)
 
 
@@ -118,6 +122,7 @@ def write_json(path: str, rows: list[dict]) -> None:
             "devices": [str(d) for d in jax.devices()],
             "kind": jax.devices()[0].device_kind,
         },
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "versions": {
             k: v for k, v in jax_overlap.info()["versions"].items() if v is not None
         },

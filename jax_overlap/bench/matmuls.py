@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jax_overlap.bench import harness
+import jax_overlap
+from jax_overlap.bench import gpu_matmuls, harness
 
 _BASELINE = "lax"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of all benchmarks of fused matmuls."""
+def add_arguments(
+    parser: argparse.ArgumentParser, peers: Sequence[str] = ("xla_windowed",)
+) -> None:
+    """The options of all benchmarks of fused matmuls; peers: those on GPUs."""
     parser.add_argument("--devices", type=int, nargs="+", default=[4])
     parser.add_argument(
         "--sizes",
@@ -26,52 +29,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[512, 1024, 2048],
         help="m = n = k of the matmul of all ranks together",
     )
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", help="default: float32, on GPUs bfloat16")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each row")
+    gpu_matmuls.add_arguments(parser, peers)
 
 
 def run(
-    op: str,
-    args: argparse.Namespace,
-    calls: dict[str, Callable],
-    specs: tuple[P, P, P],
+    op: gpu_matmuls.Op, args: argparse.Namespace, algorithms: Iterable[str]
 ) -> list[dict]:
     """Measures and prints; one row for each size and number of devices.
 
     Args:
-      op: the public name.
+      op: the op, and what it is made of.
       args: what `add_arguments` has asked for.
-      calls: functions of (x, w, axis_name), by name; "lax" is the baseline.
-      specs: the shardings of x, w and the result, of axis "x".
+      algorithms: those to measure on CPU.
     """
+    if args.gpu:
+        return gpu_matmuls.run(op, args)
+    args.dtype = args.dtype or "float32"
+    ours = getattr(jax_overlap, op.name)
+    calls: dict[str, Callable] = {_BASELINE: op.serial}
+    calls |= {name: partial(ours, algorithm=name) for name in algorithms}
     harness.use_cpu_devices(max(args.devices))
     print(
-        f"time of jax_overlap.{op} over that of lax, {args.dtype}, m = n = k, awaited"
+        f"time of jax_overlap.{op.name} over that of lax, {args.dtype}, m = n = k, "
+        "awaited"
     )
     rows = []
     for count in args.devices:
         mesh = Mesh(jax.devices()[:count], ("x",))
         for size in args.sizes:
-            rows.append(_row(op, calls, specs, mesh, size, args))
+            rows.append(_row(op, calls, mesh, size, args))
             print(_line(rows[-1]), flush=True)
     return rows
 
 
-def _row(op, calls, specs, mesh, size: int, args) -> dict:
+def _row(op, calls, mesh, size: int, args) -> dict:
     random = np.random.default_rng(0)
 
     def operand(spec):
         values = random.standard_normal((size, size)).astype(jnp.dtype(args.dtype))
         return jax.device_put(values, NamedSharding(mesh, spec))
 
-    operands = [operand(spec) for spec in specs[:2]]
+    operands = [operand(spec) for spec in op.specs[:2]]
 
     variants = {
-        name: harness.on_ranks(call, mesh, operands, specs[:2], specs[2])
+        name: harness.on_ranks(call, mesh, operands, op.specs[:2], op.specs[2])
         for name, call in calls.items()
     }
     return {
-        "op": op,
+        "op": op.name,
         "ranks": mesh.devices.size,
         "size": size,
         "dtype": args.dtype,

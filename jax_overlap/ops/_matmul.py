@@ -16,7 +16,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from jax_overlap import _compat
-from jax_overlap._plan import make_plan
+from jax_overlap._plan import LEFT_TO_LAX, make_plan
 from jax_overlap.ops import _block, _collective
 
 # Positions in x, w and the result of the dimension that is cut.
@@ -24,7 +24,12 @@ CUT_IN_X = {"batch": 0, "rows": 2, "inner": 3}
 CUT_IN_OUT = {"batch": 0, "rows": 2, "cols": 3}
 CUTS = {"rows": 0, "batch": 1, "cols": 2, "inner": 3}  # as in ffi/ops/matmul.h
 
-ALGORITHMS = {"in_place": 0, "sliced": 1}  # as in ffi/ops/matmul_handler.h
+# As in ffi/ops/matmul_handler.h. GPUs have "sliced" alone.
+ALGORITHMS = {"in_place": 0, "sliced": 1}
+# Precisions, or the presets of algorithms, with which a GPU may round float32 to TF32.
+_TF32 = ("none", "default", "fastest", "bfloat16", "tensorfloat32", "tf32_tf32_f32")
+# Of the results of a call on GPUs (ffi/core/exchange.h).
+_MOST_GPU_RESULTS = 8
 
 # Half types accumulate in float32 and may be left there.
 _NATIVE_RESULTS = {
@@ -170,6 +175,7 @@ def make_primitive(op: str, reference, abstract_eval):
     lower = partial(_lower, op, primitive, reference)
     mlir.register_lowering(primitive, lower)
     mlir.register_lowering(primitive, lower, platform="cpu")
+    _collective.lower_on_gpu(primitive, lower)
     return primitive
 
 
@@ -200,7 +206,12 @@ def check_varying(op: str, avals, axes) -> frozenset:
 def _plan(op, abstract_eval, avals, team, situation, **params):
     axes, algorithm = params["axes"], params["algorithm"]
     results = abstract_eval(*avals, **params)
-    chosen = (algorithm, f"algorithm={algorithm!r}") if algorithm else _IN_PLACE
+    if situation.on_gpu:
+        chosen = _choose_on_gpu(algorithm, results, team, params.get("cut", ""))
+    elif (op, algorithm) == ("matmul_all_reduce", "sliced"):
+        chosen = LEFT_TO_LAX, "algorithm='sliced' of matmul_all_reduce is for GPUs"
+    else:
+        chosen = (algorithm, f"algorithm={algorithm!r}") if algorithm else _IN_PLACE
     plan = make_plan(
         op,
         axes,
@@ -220,6 +231,24 @@ def _plan(op, abstract_eval, avals, team, situation, **params):
 
 
 _IN_PLACE = ("in_place", "peers' operands are addressed in place")
+
+
+def _choose_on_gpu(algorithm, results, team, cut="") -> tuple[str, str]:
+    """The algorithm on GPUs, or LEFT_TO_LAX, and why."""
+    if not team.reaches_all:
+        return LEFT_TO_LAX, f"products are stored at all ranks, but {team.note}"
+    if algorithm == "in_place":
+        return LEFT_TO_LAX, "GPUs cannot address the operands of other ranks"
+    if cut == "inner" and results[0].dtype.itemsize < 4:
+        return LEFT_TO_LAX, (
+            "x is gathered along what is contracted, and a result in a half type would "
+            "be rounded once for each rank"
+        )
+    if len(results) > _MOST_GPU_RESULTS:
+        return LEFT_TO_LAX, f"more than {_MOST_GPU_RESULTS} results"
+    if algorithm:
+        return algorithm, f"algorithm={algorithm!r}"
+    return "sliced", "products go to their owners, or start, while others are computed"
 
 
 def _all_empty(avals) -> bool:
@@ -260,7 +289,23 @@ def _lower(op, primitive, reference, ctx, *operands, **params):
             np.int64,
         ),
         transposed=flags,
+        **_on_gpu_alone(ctx, **params),
     )
+
+
+def _on_gpu_alone(ctx, *, precision, gathered=False, **_) -> dict:
+    """The attributes that the handlers for GPUs have besides."""
+    if _compat.platforms(ctx) != ("cuda",):
+        return {}
+    return {"tf32": int(_takes_tf32(precision)), "gathered": int(gathered)}
+
+
+def _takes_tf32(precision) -> bool:
+    """Whether `jax.lax` would multiply float32 as TF32, its default on GPUs."""
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision
+    pair = precision if isinstance(precision, tuple) else (precision,)
+    return all(str(getattr(p, "name", p)).lower() in _TF32 for p in pair)
 
 
 # --------------------------------------------------------------------- batching

@@ -82,7 +82,7 @@ def matmul_all_reduce(
       (2, 3)
     """
     op = "matmul_all_reduce"
-    _collective.check_options(op, implementation, algorithm, ("in_place",))
+    _collective.check_options(op, implementation, algorithm, _matmul.ALGORITHMS)
     precision = _matmul.hashable(precision)
     axes = _collective.canonical_axes(op, axis_name, (x, w))
     x, w = _matmul.promoted(x, w)

@@ -1,9 +1,9 @@
-"""Compares the hashes that two runs of psum_gpu_test.py have written.
+"""Compares the hashes that two runs of tests/gpu have written.
 
     python tests/gpu/compare_hashes.py FIRST SECOND
 
-FIRST and SECOND are what JAX_OVERLAP_TEST_HASHES was in each, so for each rank r there
-are the files FIRST + r and SECOND + r. For instance, after
+FIRST and SECOND are what JAX_OVERLAP_TEST_HASHES was in each; the files of rank r are
+FIRST + r + ".psum" and SECOND + r + ".psum", and so on. For instance, after
 
     launch -n 2 --env JAX_OVERLAP_TEST_HASHES=out/on. -- pytest tests/gpu -k hashes
     launch -n 2 --env JAX_OVERLAP_TEST_HASHES=out/off. \\
@@ -23,7 +23,7 @@ def hashes(prefix: str) -> dict[str, str]:
     path = pathlib.Path(prefix)
     found = {}
     for file in sorted(path.parent.glob(f"{path.name}*")):
-        rank = file.name.removeprefix(path.name)
+        rank = file.name.removeprefix(path.name).partition(".")[0]
         if rank.isdigit():
             for line in file.read_text().splitlines():
                 program, _, text = line.rpartition(": ")

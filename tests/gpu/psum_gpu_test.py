@@ -4,17 +4,16 @@ No step waits for the host here, except on CPU, where XLA takes few programs at 
 """
 
 import hashlib
-import os
-import pathlib
-import time
 
 import contract_devices as devices
+import contract_processes as processes
 import contract_tools as tools
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest
 from contract_devices import Layout, grid, line
+from contract_stragglers import Counting, on_cpu, spin, wait_on_cpu
 from contract_tools import BF16, F16
 from jax import lax
 from op_contract import Contract, node_size
@@ -26,10 +25,6 @@ N = devices.ranks(8)
 SIZES = (1, 3, 8, 63, 256, 257, 1000, 4096, 4099, 20_000, 65_537, 131_072, 300_000)
 RUNS = 500
 CALLS = 20  # of psum, in a run
-
-
-def on_cpu():
-    return jax.default_backend() == "cpu"
 
 
 def value(step, rank, size):
@@ -49,30 +44,8 @@ def wrong(y, step, size, factor=1):
     return jnp.sum(jnp.logical_not(y == factor * right), dtype=jnp.int32)  # NaN too
 
 
-def spin(x, steps):
-    """`x`, once the device has gone round `steps` times."""
-    turned = lax.fori_loop(0, steps, lambda i, c: c * 5 + i, jnp.int32(1))
-    return lax.optimization_barrier((x, turned))[0]
-
-
-class Case(Contract):
-    """Programs on the line of all ranks that count their mistakes on the device."""
-
+class Case(Counting):
     op = PSUM
-    layout = line(N)
-
-    def program(self, fn, **kw):
-        """`fn` of one rank's arrays, compiled once for each shape."""
-        return jax.jit(tools.stacked(fn, self.layout, check_vma=False), **kw)
-
-    def everywhere(self, scalar, dtype=np.int32):
-        """A scalar for each rank, or one for all."""
-        data = np.broadcast_to(np.asarray(scalar, dtype), (N,))
-        return tools.place(np.ascontiguousarray(data), self.layout)
-
-    def assert_none(self, mistakes):
-        for position, count in tools.fetch(mistakes).items():
-            self.assertEqual(int(count), 0, f"wrong elements at rank {position}")
 
 
 class Stragglers(Case):
@@ -98,17 +71,11 @@ class Stragglers(Case):
         mistakes = self.everywhere(0)
         for i in range(48 if on_cpu() else RUNS):
             which = i if i < len(SIZES) else int(rng.integers(len(SIZES)))
-            who, seconds = int(rng.integers(N)), float(rng.uniform(0, 0.01))
-            turns = np.zeros(N, np.int32)
-            if jax.process_count() > 1:
-                time.sleep(seconds if who == jax.process_index() else 0)
-            else:
-                turns[who] = 1e5 * seconds  # a turn takes some 10 us on a GPU
+            late = self.one_late(rng, 0.01)
             mistakes = programs[which % len(SIZES)](
-                mistakes, self.everywhere(CALLS * i), self.everywhere(turns)
+                mistakes, self.everywhere(CALLS * i), late
             )
-            if on_cpu():
-                jax.block_until_ready(mistakes)
+            wait_on_cpu(mistakes)
         self.assert_none(mistakes)
 
     def test_200_rounds_in_which_the_operand_is_overwritten(self):
@@ -129,8 +96,7 @@ class Stragglers(Case):
             x = fill(self.everywhere(step))
             late = self.everywhere(200 * (np.arange(N) == step % N))  # some ms
             poison, mistakes = program(x, self.everywhere(step), late, mistakes)
-            if on_cpu():
-                jax.block_until_ready(mistakes)
+            wait_on_cpu(mistakes)
         self.assert_none(mistakes)
         for part in tools.fetch(poison).values():
             self.assertTrue(np.isnan(part).all())
@@ -233,8 +199,7 @@ class Grids(Contract):
 class Hashes(Contract):
     """The same bits whatever XLA does with a program, such as capture it in a graph.
 
-    Writes hashes of many results to the file $JAX_OVERLAP_TEST_HASHES + rank, if that
-    is set; compare_hashes.py compares two runs.
+    Writes hashes of many results; compare_hashes.py compares two runs.
     """
 
     op = PSUM
@@ -260,11 +225,8 @@ class Hashes(Contract):
                         tools.bits(part) for _, part in sorted(parts.items())
                     )
                     name = f"{np.dtype(dtype).name} {split} {algorithm} {size} {what}"
-                    lines.append(f"{name}: {hashlib.sha256(text).hexdigest()}\n")
-        if prefix := os.environ.get("JAX_OVERLAP_TEST_HASHES"):
-            path = pathlib.Path(f"{prefix}{jax.process_index()}")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(lines))
+                    lines.append(f"{name}: {hashlib.sha256(text).hexdigest()}")
+        processes.write_hashes("psum", lines)
 
     def results(self, layout, xs):
         """{(algorithm, size, what): result}; each algorithm is a program of its own."""

@@ -1,0 +1,260 @@
+#include "core/exchange.h"
+
+#include "core/dtype.h"
+#include "core/mutants.h"
+#include "core/p2p_link.cuh"
+#include "core/sum.h"
+
+namespace jax_overlap {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kCallBits = 24;
+constexpr uint64_t kCallMask = (1u << kCallBits) - 1;
+constexpr int kReadyStep = 0, kArrivedStep = 1;  // of errors
+
+// What the kernels share: the state of the rank in the exchange.
+class Session {
+ public:
+  __device__ Session(const ExchangeCall& call, int half, Status* status)
+      : call_(call),
+        half_(call.layout.half[half]),
+        link_(call.channel, status),
+        epoch_(half_.epoch->value),
+        broken_(call.layout.broken->value != 0) {}
+
+  __device__ bool broken() const { return broken_; }
+  __device__ uint64_t epoch() const { return epoch_; }
+  __device__ P2pLink& link() { return link_; }
+
+  // Whether this thread speaks for the peer that is its number.
+  __device__ bool SpeaksFor(int wanted) const {
+    const int peer = threadIdx.x;
+    return peer < link_.size() && peer != link_.rank() && (wanted < 0 || wanted == peer);
+  }
+
+  // By all threads, after what may have failed. What fails now is told, once.
+  __device__ void Settle() {
+    __syncthreads();
+    if (broken_ || !link_.failed()) return;
+    if (SpeaksFor(-1)) {
+      uint64_t* const revoked = &call_.layout.revoked[link_.rank()].value;
+      asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(link_.At(revoked, threadIdx.x)),
+                   "l"(uint64_t{1})
+                   : "memory");
+    }
+    if (threadIdx.x == 0) {
+      call_.layout.broken->value = 1;
+      call_.channel.Tell(*link_.status());
+    }
+    broken_ = true;
+    __syncthreads();
+  }
+
+ private:
+  const ExchangeCall& call_;
+  const ExchangeHalf& half_;
+  P2pLink link_;
+  const uint64_t epoch_;
+  bool broken_;
+};
+
+__device__ uint64_t Acquired(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__global__ void Begin(const __grid_constant__ ExchangeCall a, int half, bool first) {
+  __shared__ Status status;
+  Session s(a, half, &status);
+  if (threadIdx.x == 0 && first) {
+    if (atomicExch(a.busy, 1) != 0) s.link().Fail(kConcurrent, 0, 1, {s.link().rank(), 0});
+    if (s.broken()) a.channel.Report({kBroken, a.channel.shape.rank, -1, 0, 0, 0});
+  }
+  __syncthreads();
+  if (!s.broken()) {
+    if (s.epoch() == 0) a.channel.Meet(s.link());
+    if (s.SpeaksFor(-1)) {
+      s.link().Wait(&a.layout.half[half].ready[threadIdx.x].value, s.epoch(),
+                    {static_cast<int>(threadIdx.x), kReadyStep});
+    }
+  }
+  s.Settle();
+}
+
+__global__ void Arrive(const __grid_constant__ ExchangeCall a, int half, int peer) {
+  __shared__ Status status;
+  Session s(a, half, &status);
+  if (s.broken() || !s.SpeaksFor(peer)) return;
+  // What the kernels and copies before have stored there, too.
+  __threadfence_system();
+  s.link().Signal(&a.layout.half[half].arrived[a.channel.shape.rank].value, threadIdx.x,
+                  (s.epoch() + 1) << kCallBits | a.call);
+}
+
+__global__ void Wait(const __grid_constant__ ExchangeCall a, int half, int peer) {
+  __shared__ Status status;
+  Session s(a, half, &status);
+  if (!s.broken() && s.SpeaksFor(peer)) {
+    const uint64_t* const arrived = &a.layout.half[half].arrived[threadIdx.x].value;
+    const Where where{static_cast<int>(threadIdx.x), kArrivedStep};
+    s.link().Wait(arrived, (s.epoch() + 1) << kCallBits, where);
+    const uint64_t seen = Acquired(arrived);
+    if (!s.link().failed() && (seen & kCallMask) != a.call) {
+      s.link().Fail(kMismatch, a.call, seen & kCallMask, where);
+    }
+  }
+  s.Settle();
+}
+
+// NaN in each type of a result.
+__device__ void Poison(void* data, size_t bytes) {
+  auto* const words = static_cast<uint16_t*>(data);
+  for (size_t i = threadIdx.x; i < bytes / sizeof(uint16_t); i += blockDim.x) words[i] = 0x7fff;
+}
+
+__global__ void End(const __grid_constant__ ExchangeCall a, int half, bool last) {
+  __shared__ Status status;
+  Session s(a, half, &status);
+  const ExchangeHalf& h = a.layout.half[half];
+  if (!s.broken() && s.SpeaksFor(-1)) {
+    __threadfence_system();  // the slots were read before
+    const uint64_t revoked = Acquired(&a.layout.revoked[threadIdx.x].value);
+    if (revoked != 0) s.link().Fail(kPeerFailed, 0, 1, {static_cast<int>(threadIdx.x), 0});
+  }
+  s.Settle();
+  if (!s.broken() && s.SpeaksFor(-1)) {
+    s.link().Signal(&h.ready[a.channel.shape.rank].value, threadIdx.x, s.epoch() + 1);
+  }
+  if (threadIdx.x == 0) {
+    h.epoch->value = s.epoch() + 1;
+    if (last) atomicExch(a.busy, 0);
+  }
+  if (!s.broken()) return;
+  for (const auto& result : a.results) Poison(result.data, result.bytes);
+}
+
+// Packs or, where something is not aligned, single elements.
+template <class T, int kCount>
+__global__ void SumKernel(const __grid_constant__ SumShape s) {
+  struct alignas(kCount * sizeof(T)) Group {
+    T values[kCount];
+  };
+  const int64_t groups = s.cols / kCount;
+  for (int64_t row = blockIdx.y; row < s.blocks * s.rows; row += gridDim.y) {
+    const int64_t block = row / s.rows, at = row % s.rows;
+    const char* const from = s.slots + (block * s.block + at * s.ld) * sizeof(T);
+    T* const to = static_cast<T*>(s.out) + block * s.out_block + at * s.out_ld;
+    for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < groups;
+         i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+      Acc<T> sums[kCount];
+      for (int r = 0; r < s.ranks; ++r) {
+        const Group group = reinterpret_cast<const Group*>(from + r * s.slot_bytes)[i];
+        JO_UNROLL
+        for (int j = 0; j < kCount; ++j) {
+          const Acc<T> value = Numeric<T>::Widen(group.values[j]);
+          sums[j] = r == 0 ? value : Add(sums[j], value);
+        }
+      }
+      Group result;
+      JO_UNROLL
+      for (int j = 0; j < kCount; ++j) result.values[j] = Numeric<T>::Narrow(sums[j]);
+      reinterpret_cast<Group*>(to)[i] = result;
+    }
+  }
+}
+
+}  // namespace
+
+ExchangeLayout ExchangeLayout::Carve(char* base, int ranks, size_t bytes) {
+  ExchangeLayout layout;
+  Carver carver(base);
+  carver.Take<Word>(1);  // GpuChannel::kHeadBytes
+  layout.broken = carver.Take<Word>(1);
+  layout.revoked = carver.Take<Word>(ranks);
+  for (ExchangeHalf& half : layout.half) {
+    half.epoch = carver.Take<Word>(1);
+    half.arrived = carver.Take<Word>(ranks);
+    half.ready = carver.Take<Word>(ranks);
+  }
+  constexpr size_t kAlign = 256;
+  const size_t head = RoundUp(carver.bytes(), kAlign);
+  layout.slot_bytes = bytes < head ? 0 : (bytes - head) / (kHalves * ranks) / kAlign * kAlign;
+  for (int h = 0; h < kHalves; ++h) {
+    layout.half[h].slots = base + head + h * ranks * layout.slot_bytes;
+  }
+  return layout;
+}
+
+cudaError_t LaunchBegin(const ExchangeCall& call, int half, bool first, cudaStream_t stream) {
+  Begin<<<1, kThreads, 0, stream>>>(call, half, first);
+  return cudaGetLastError();
+}
+cudaError_t LaunchArrive(const ExchangeCall& call, int half, int peer, cudaStream_t stream) {
+  Arrive<<<1, kThreads, 0, stream>>>(call, half, peer);
+  return cudaGetLastError();
+}
+cudaError_t LaunchWait(const ExchangeCall& call, int half, int peer, cudaStream_t stream) {
+  Wait<<<1, kThreads, 0, stream>>>(call, half, peer);
+  return cudaGetLastError();
+}
+cudaError_t LaunchEnd(const ExchangeCall& call, int half, bool last, cudaStream_t stream) {
+  End<<<1, kThreads, 0, stream>>>(call, half, last);
+  return cudaGetLastError();
+}
+
+template <class T>
+cudaError_t LaunchSum(const SumShape& wanted, int max_blocks, cudaStream_t stream) {
+  SumShape shape = wanted;
+  if (shape.blocks * shape.rows * shape.cols == 0) return cudaSuccess;
+  // Rows that follow one another are one.
+  if (shape.ld == shape.cols && shape.out_ld == shape.cols) {
+    shape.cols *= shape.rows;
+    shape.rows = 1;
+    shape.ld = shape.out_ld = shape.cols;
+    if (shape.block == shape.cols && shape.out_block == shape.cols) {
+      shape.cols *= shape.blocks;
+      shape.blocks = 1;
+    }
+  }
+  constexpr int kPack = 16 / sizeof(T);
+  const auto whole = [](int64_t n) { return n % kPack == 0; };
+  const bool packs = whole(shape.cols) && whole(shape.ld) && whole(shape.block) &&
+                     whole(shape.out_ld) && whole(shape.out_block) &&
+                     reinterpret_cast<uintptr_t>(shape.slots) % 16 == 0 &&
+                     reinterpret_cast<uintptr_t>(shape.out) % 16 == 0;
+  const size_t groups = CeilDiv(shape.cols, packs ? kPack : 1);
+  const size_t rows = Min(shape.blocks * shape.rows, 65535);
+  const size_t across = Min(CeilDiv(groups, kThreads), CeilDiv(max_blocks, rows));
+  const dim3 grid(static_cast<unsigned>(across), static_cast<unsigned>(rows));
+  if (packs) {
+    SumKernel<T, kPack><<<grid, kThreads, 0, stream>>>(shape);
+  } else {
+    SumKernel<T, 1><<<grid, kThreads, 0, stream>>>(shape);
+  }
+  return cudaGetLastError();
+}
+
+template cudaError_t LaunchSum<float>(const SumShape&, int, cudaStream_t);
+template cudaError_t LaunchSum<double>(const SumShape&, int, cudaStream_t);
+template cudaError_t LaunchSum<BFloat16>(const SumShape&, int, cudaStream_t);
+template cudaError_t LaunchSum<Float16>(const SumShape&, int, cudaStream_t);
+
+std::vector<const void*> ExchangeKernels() {
+  std::vector<const void*> kernels = {
+      reinterpret_cast<const void*>(&Begin), reinterpret_cast<const void*>(&Arrive),
+      reinterpret_cast<const void*>(&Wait), reinterpret_cast<const void*>(&End)};
+  const auto add = [&](auto element) {
+    using T = decltype(element);
+    kernels.push_back(reinterpret_cast<const void*>(&SumKernel<T, 1>));
+    kernels.push_back(reinterpret_cast<const void*>(&SumKernel<T, 16 / sizeof(T)>));
+  };
+  add(float{});
+  add(double{});
+  add(BFloat16{});
+  add(Float16{});
+  return kernels;
+}
+
+}  // namespace jax_overlap
