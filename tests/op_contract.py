@@ -132,6 +132,7 @@ class Contract(parameterized.TestCase):
     """What the groups of tests share."""
 
     op: Op
+    skipping = False
 
     def setUp(self):
         super().setUp()
@@ -199,6 +200,7 @@ class Contract(parameterized.TestCase):
     def need_lax(self):
         """Skips where XLA's own collectives do not run."""
         if not processes.lax_runs():
+            self.skipping = True
             self.skipTest("needs a GPU for each rank: NCCL refuses to share one")
 
     def falls_back(self, fn, *operands) -> bool:

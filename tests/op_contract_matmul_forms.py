@@ -209,6 +209,7 @@ class MatmulForms(Contract):
                 for i, ys in enumerate(self.right(data, forms))
             ]
 
+        self.seen_types = []
         forms, left = self.forms(RANKS), False
         if jax.default_backend() == "gpu":  # some send what has no GPU code
             falls = [self.falls_back(both([f])[0], *operands([f])) for f in forms]
@@ -218,7 +219,7 @@ class MatmulForms(Contract):
         data, cts = operands(forms)
         right = self.right(data, forms)
         ours, theirs = both(forms)
-        self.seen_types = []
+        self.seen_types.clear()
         for stacked in (ours, theirs):
             jax.eval_shape(stacked, data, cts)
         self.assertEqual(*self.seen_types)

@@ -9,8 +9,6 @@ namespace jax_overlap {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kCallBits = 24;
-constexpr uint64_t kCallMask = (1u << kCallBits) - 1;
 constexpr int kReadyStep = 0, kArrivedStep = 1;  // of errors
 
 // What the kernels share: the state of the rank in the exchange.
@@ -75,7 +73,7 @@ __global__ void Begin(const __grid_constant__ ExchangeCall a, int half, bool fir
   __syncthreads();
   if (!s.broken()) {
     if (s.epoch() == 0) a.channel.Meet(s.link());
-    if (s.SpeaksFor(-1)) {
+    if (s.SpeaksFor(-1) && !JO_MUTANT("missing_ready_wait")) {
       s.link().Wait(&a.layout.half[half].ready[threadIdx.x].value, s.epoch(),
                     {static_cast<int>(threadIdx.x), kReadyStep});
     }
@@ -90,7 +88,7 @@ __global__ void Arrive(const __grid_constant__ ExchangeCall a, int half, int pee
   // What the kernels and copies before have stored there, too.
   __threadfence_system();
   s.link().Signal(&a.layout.half[half].arrived[a.channel.shape.rank].value, threadIdx.x,
-                  (s.epoch() + 1) << kCallBits | a.call);
+                  (s.epoch() + 1) << kExchangeCallBits | a.call);
 }
 
 __global__ void Wait(const __grid_constant__ ExchangeCall a, int half, int peer) {
@@ -99,10 +97,10 @@ __global__ void Wait(const __grid_constant__ ExchangeCall a, int half, int peer)
   if (!s.broken() && s.SpeaksFor(peer)) {
     const uint64_t* const arrived = &a.layout.half[half].arrived[threadIdx.x].value;
     const Where where{static_cast<int>(threadIdx.x), kArrivedStep};
-    s.link().Wait(arrived, (s.epoch() + 1) << kCallBits, where);
+    s.link().Wait(arrived, (s.epoch() + 1) << kExchangeCallBits, where);
     const uint64_t seen = Acquired(arrived);
-    if (!s.link().failed() && (seen & kCallMask) != a.call) {
-      s.link().Fail(kMismatch, a.call, seen & kCallMask, where);
+    if (!s.link().failed() && (seen & kExchangeCallMask) != a.call) {
+      s.link().Fail(kMismatch, a.call, seen & kExchangeCallMask, where);
     }
   }
   s.Settle();
@@ -128,7 +126,7 @@ __global__ void End(const __grid_constant__ ExchangeCall a, int half, bool last)
     s.link().Signal(&h.ready[a.channel.shape.rank].value, threadIdx.x, s.epoch() + 1);
   }
   if (threadIdx.x == 0) {
-    h.epoch->value = s.epoch() + 1;
+    if (!JO_MUTANT("stale_epoch") || s.epoch() == 0) h.epoch->value = s.epoch() + 1;
     if (last) atomicExch(a.busy, 0);
   }
   if (!s.broken()) return;

@@ -55,14 +55,16 @@ struct ExchangeLayout {
   static ExchangeLayout Carve(char* base, int ranks, size_t bytes);
 };
 
+constexpr int kExchangeCallBits = 24;
+constexpr uint64_t kExchangeCallMask = (1 << kExchangeCallBits) - 1;
 constexpr int kMostResults = 8;  // of a call that are filled when it has failed
 
 struct ExchangeCall {
   GpuChannel channel;
   ExchangeLayout layout;
-  uint64_t call;  // what this call is: 24 bits, the same on all ranks
+  uint64_t call;  // of kExchangeCallMask; what this call is, the same on all ranks
   int32_t* busy;  // of the device
-  struct {
+  struct Result {
     void* data;
     size_t bytes;
   } results[kMostResults];

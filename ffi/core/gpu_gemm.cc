@@ -15,6 +15,7 @@
 namespace jax_overlap {
 
 struct GemmPlan {
+  cublasLtHandle_t handle;  // of the device
   cublasLtMatmulDesc_t op;
   cublasLtMatrixLayout_t w, x, c, d;
   cublasLtMatmulAlgo_t algo;
@@ -75,27 +76,23 @@ class RelaxedCapture {
 }  // namespace
 
 struct GpuGemm::State {
-  struct Device {
-    cublasLtHandle_t handle;
-    char* workspace;
-    int32_t* busy;
-  };
-
   std::mutex mutex;
   std::string folder;
   const CublasLt* lt = nullptr;
-  std::map<int, Device> devices;
+  std::map<int, cublasLtHandle_t> handles;
+  std::map<int, std::unique_ptr<GpuLane>> lanes;
   std::unique_ptr<TuningCache> cache;
-  std::map<std::string, std::unique_ptr<GemmPlan>> plans;
+  std::map<std::pair<int, std::string>, std::unique_ptr<GemmPlan>> plans;
 
+  std::unique_ptr<GpuLane> MakeLane(int ordinal, std::string* error);
   std::string Make(const GemmKey& key, GemmPlan* plan);
   std::string Choose(int ordinal, const GemmKey& key, GemmPlan* plan);
   std::optional<cublasLtMatmulAlgo_t> Fastest(
-      const Device& device, const GemmKey& key,
+      cublasLtHandle_t handle, const GemmKey& key,
       const std::vector<cublasLtMatmulHeuristicResult_t>& candidates);
-  cublasStatus_t Run(const Device& device, const GemmPlan& plan, const cublasLtMatmulAlgo_t& algo,
-                     const void* x, const void* w, const void* c, void* d, void* workspace,
-                     cudaStream_t stream) const;
+  cublasStatus_t Run(cublasLtHandle_t handle, const GemmPlan& plan,
+                     const cublasLtMatmulAlgo_t& algo, const void* x, const void* w, const void* c,
+                     void* d, void* workspace, cudaStream_t stream) const;
 };
 
 GpuGemm::GpuGemm() : state_(new State) {}
@@ -107,38 +104,46 @@ GpuGemm& GpuGemm::Get() {
 
 void GpuGemm::SetCacheFolder(std::string folder) { state_->folder = std::move(folder); }
 
-std::string GpuGemm::Start(const std::vector<int>& ordinals) {
+const GpuLane* GpuGemm::LaneOf(int ordinal, std::string* error) {
   std::lock_guard<std::mutex> lock(state_->mutex);
-  std::string error;
-  state_->lt = CublasLt::Get(&error);
-  if (state_->lt == nullptr) return error;
-  for (const int ordinal : ordinals) {
-    if (state_->devices.count(ordinal) != 0) continue;
-    const CurrentDevice current(ordinal);
-    const RelaxedCapture relaxed;
-    State::Device device = {};
-    // The word first: zeroed as all of it, once.
-    constexpr size_t kWord = 256;
-    if (error = AllocateHeap(ordinal, kWorkspaceBytes + kWord, &device.workspace); !error.empty()) {
-      return error;
-    }
-    device.busy = reinterpret_cast<int32_t*>(device.workspace + kWorkspaceBytes);
-    if (state_->lt->Create(&device.handle) != CUBLAS_STATUS_SUCCESS) {
-      return "cuBLASLt does not start on device " + std::to_string(ordinal);
-    }
-    state_->devices[ordinal] = device;
-  }
-  return "";
+  std::unique_ptr<GpuLane>& lane = state_->lanes[ordinal];
+  if (lane == nullptr) lane = state_->MakeLane(ordinal, error);
+  return lane.get();
 }
 
-int32_t* GpuGemm::Busy(int ordinal) {
+std::unique_ptr<GpuLane> GpuGemm::MakeLane(int ordinal, std::string* error) {
   std::lock_guard<std::mutex> lock(state_->mutex);
-  return state_->devices.at(ordinal).busy;
+  return state_->MakeLane(ordinal, error);
+}
+
+std::unique_ptr<GpuLane> GpuGemm::State::MakeLane(int ordinal, std::string* error) {
+  if (lt == nullptr) lt = CublasLt::Get(error);
+  if (lt == nullptr) return nullptr;
+  const CurrentDevice current(ordinal);
+  const RelaxedCapture relaxed;
+  if (handles.count(ordinal) == 0 && lt->Create(&handles[ordinal]) != CUBLAS_STATUS_SUCCESS) {
+    handles.erase(ordinal);
+    *error = "cuBLASLt does not start on device " + std::to_string(ordinal);
+    return nullptr;
+  }
+  auto lane = std::make_unique<GpuLane>();
+  lane->ordinal = ordinal;
+  constexpr size_t kWord = 256;
+  *error = AllocateHeap(ordinal, kWorkspaceBytes + kWord, &lane->workspace);
+  if (!error->empty()) return nullptr;
+  lane->busy = reinterpret_cast<int32_t*>(lane->workspace + kWorkspaceBytes);
+  for (cudaStream_t& stream : lane->streams) {
+    if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) {
+      *error = "no streams on device " + std::to_string(ordinal);
+      return nullptr;
+    }
+  }
+  return lane;
 }
 
 const GemmPlan* GpuGemm::PlanOf(int ordinal, const GemmKey& key, std::string* error) {
   std::lock_guard<std::mutex> lock(state_->mutex);
-  std::unique_ptr<GemmPlan>& plan = state_->plans[key.FullText()];
+  std::unique_ptr<GemmPlan>& plan = state_->plans[{ordinal, key.FullText()}];
   if (plan != nullptr) return plan.get();
   auto made = std::make_unique<GemmPlan>();
   *error = state_->Make(key, made.get());
@@ -183,7 +188,7 @@ std::string GpuGemm::State::Make(const GemmKey& key, GemmPlan* plan) {
 }
 
 std::string GpuGemm::State::Choose(int ordinal, const GemmKey& key, GemmPlan* plan) {
-  const Device& device = devices.at(ordinal);
+  const cublasLtHandle_t handle = plan->handle = handles.at(ordinal);
   const CurrentDevice current(ordinal);
   if (cache == nullptr) {
     cudaDeviceProp properties = {};
@@ -195,9 +200,11 @@ std::string GpuGemm::State::Choose(int ordinal, const GemmKey& key, GemmPlan* pl
   }
   cublasLtMatmulHeuristicResult_t result;
   if (FromHex(cache->Get(key.Text()), &plan->algo) &&
-      lt->MatmulAlgoCheck(device.handle, plan->op, plan->w, plan->x, plan->c, plan->d, &plan->algo,
+      lt->MatmulAlgoCheck(handle, plan->op, plan->w, plan->x, plan->c, plan->d, &plan->algo,
                           &result) == CUBLAS_STATUS_SUCCESS &&
       result.workspaceSize <= kWorkspaceBytes) {
+    result.algo = plan->algo;
+    Fastest(handle, key, {result});
     return "";
   }
   const bool tunes = 2.0 * key.m * key.n * key.k * key.batch >= kTuneFromFlops;
@@ -221,9 +228,8 @@ std::string GpuGemm::State::Choose(int ordinal, const GemmKey& key, GemmPlan* pl
   std::vector<cublasLtMatmulHeuristicResult_t> candidates(tunes ? kCandidates : 1);
   int found = 0;
   if (made) {
-    lt->MatmulAlgoGetHeuristic(device.handle, plan->op, plan->w, plan->x, plan->c, plan->d,
-                               preference, static_cast<int>(candidates.size()), candidates.data(),
-                               &found);
+    lt->MatmulAlgoGetHeuristic(handle, plan->op, plan->w, plan->x, plan->c, plan->d, preference,
+                               static_cast<int>(candidates.size()), candidates.data(), &found);
     lt->MatmulPreferenceDestroy(preference);
   }
   candidates.resize(found);
@@ -232,17 +238,18 @@ std::string GpuGemm::State::Choose(int ordinal, const GemmKey& key, GemmPlan* pl
                    candidates.end());
   if (candidates.empty()) return "cuBLASLt has no algorithm for " + key.FullText();
   plan->algo = candidates[0].algo;
-  if (!tunes) return "";
-  if (const auto fastest = Fastest(device, key, candidates)) {
+  const auto fastest = Fastest(handle, key, candidates);
+  if (tunes && fastest) {
     plan->algo = *fastest;
     cache->Put(key.Text(), Hex(plan->algo));
   }
   return "";
 }
 
-// Measures on a stream and in memory of its own. Nothing if that cannot be had.
+// Measures on a stream and in memory of its own. Nothing if that cannot be had. Of one
+// candidate the kernel is loaded: while another spins, that may wait for that one to end.
 std::optional<cublasLtMatmulAlgo_t> GpuGemm::State::Fastest(
-    const Device& device, const GemmKey& key,
+    cublasLtHandle_t handle, const GemmKey& key,
     const std::vector<cublasLtMatmulHeuristicResult_t>& candidates) {
   const RelaxedCapture relaxed;
   const auto span = [&](int64_t rows, int64_t ld, int64_t block) {
@@ -276,12 +283,12 @@ std::optional<cublasLtMatmulAlgo_t> GpuGemm::State::Fastest(
     for (const auto& candidate : candidates) {
       bool runs = true;
       const auto run = [&] {
-        runs = runs && Run(device, local, candidate.algo, memory, memory + at_w, memory + at_c,
+        runs = runs && Run(handle, local, candidate.algo, memory, memory + at_w, memory + at_c,
                            memory + at_d, memory + workspace, stream) == CUBLAS_STATUS_SUCCESS;
       };
       run();
       cudaEventRecord(begin, stream);
-      for (int i = 0; i < kRepeats; ++i) run();
+      for (int i = 0; candidates.size() > 1 && i < kRepeats; ++i) run();
       cudaEventRecord(end, stream);
       float ms = 0;
       if (!runs || cudaEventSynchronize(end) != cudaSuccess ||
@@ -303,7 +310,7 @@ std::optional<cublasLtMatmulAlgo_t> GpuGemm::State::Fastest(
   return best;
 }
 
-cublasStatus_t GpuGemm::State::Run(const Device& device, const GemmPlan& plan,
+cublasStatus_t GpuGemm::State::Run(cublasLtHandle_t handle, const GemmPlan& plan,
                                    const cublasLtMatmulAlgo_t& algo, const void* x, const void* w,
                                    const void* c, void* d, void* workspace,
                                    cudaStream_t stream) const {
@@ -311,17 +318,14 @@ cublasStatus_t GpuGemm::State::Run(const Device& device, const GemmPlan& plan,
   static constexpr double kWideOne = 1, kWideZero = 0;
   const void* const alpha = plan.wide ? static_cast<const void*>(&kWideOne) : &kOne;
   const void* const zero = plan.wide ? static_cast<const void*>(&kWideZero) : &kZero;
-  return lt->Matmul(device.handle, plan.op, alpha, w, plan.w, x, plan.x,
-                    plan.accumulates ? alpha : zero, c, plan.c, d, plan.d, &algo, workspace,
-                    kWorkspaceBytes, stream);
+  return lt->Matmul(handle, plan.op, alpha, w, plan.w, x, plan.x, plan.accumulates ? alpha : zero,
+                    c, plan.c, d, plan.d, &algo, workspace, kWorkspaceBytes, stream);
 }
 
-std::string GpuGemm::Launch(int ordinal, const GemmPlan& plan, const void* x, const void* w,
+std::string GpuGemm::Launch(const GpuLane& lane, const GemmPlan& plan, const void* x, const void* w,
                             const void* c, void* d, cudaStream_t stream) {
-  // `devices` is not changed any more when there are plans.
-  const State::Device& device = state_->devices.at(ordinal);
   const cublasStatus_t status =
-      state_->Run(device, plan, plan.algo, x, w, c, d, device.workspace, stream);
+      state_->Run(plan.handle, plan, plan.algo, x, w, c, d, lane.workspace, stream);
   return status == CUBLAS_STATUS_SUCCESS ? "" : "cuBLASLt failed: status " + std::to_string(status);
 }
 

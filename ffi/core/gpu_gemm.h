@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "core/gpu_gemm_key.h"
 
@@ -19,22 +18,32 @@ namespace jax_overlap {
 
 struct GemmPlan;
 
+// What one call at a time uses of a device. Never freed.
+struct GpuLane {
+  static constexpr int kStreams = 3;
+
+  int ordinal;
+  char* workspace;                 // of one product at a time
+  int32_t* busy;                   // 0 while there is no call
+  cudaStream_t streams[kStreams];  // beside that of a program
+};
+
 class GpuGemm {
  public:
   static GpuGemm& Get();
 
-  // What belongs to each of these devices; may be called again. An error text.
-  std::string Start(const std::vector<int>& ordinals);
+  // The lane of all programs on a device, or (for tests of several ranks on one) a new one.
+  // Null, with an error text, if there is none.
+  const GpuLane* LaneOf(int ordinal, std::string* error);
+  std::unique_ptr<GpuLane> MakeLane(int ordinal, std::string* error);
   // Where measurements are kept; empty: nowhere. Before the first plan.
   void SetCacheFolder(std::string folder);
 
   // How to compute this; never freed. Null, with an error text, if cuBLASLt cannot.
   const GemmPlan* PlanOf(int ordinal, const GemmKey& key, std::string* error);
-  // Launches it. The workspace of the device is used by one product at a time.
-  std::string Launch(int ordinal, const GemmPlan& plan, const void* x, const void* w, const void* c,
-                     void* d, cudaStream_t stream);
-  // A word that is 0 while nothing uses the workspace.
-  int32_t* Busy(int ordinal);
+  // Launches it. An error text.
+  std::string Launch(const GpuLane& lane, const GemmPlan& plan, const void* x, const void* w,
+                     const void* c, void* d, cudaStream_t stream);
 
  private:
   GpuGemm();

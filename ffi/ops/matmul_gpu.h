@@ -1,5 +1,4 @@
-// The GPU handler of a fused matmul: its call site, and its program (ops/matmul_program.h)
-// made to launches.
+// The GPU handler of a fused matmul: its call site and registration.
 #pragma once
 
 #include <map>
@@ -9,16 +8,12 @@
 #include <string_view>
 #include <vector>
 
-#include "core/exchange.h"
-#include "core/gpu_gemm.h"
 #include "core/gpu_op.h"
 #include "core/handler.h"
-#include "ops/matmul_program.h"
+#include "ops/matmul_launch.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_overlap {
-
-enum class MatmulKind { kScatter, kGather, kReduce };
 
 // What all calls of one HLO instruction have in common.
 class MatmulGpuSite {
@@ -36,48 +31,23 @@ class MatmulGpuSite {
     xla::ffi::Span<const int64_t> x_shapes, w_cols, transposed;
   };
   static xla::ffi::ErrorOr<std::unique_ptr<MatmulGpuSite>> Make(const Attributes& attributes);
-  ~MatmulGpuSite();
 
   xla::ffi::Error Initialize(int32_t ordinal);
   xla::ffi::Error Execute(cudaStream_t stream, int32_t ordinal, xla::ffi::RemainingArgs args,
                           xla::ffi::RemainingRets rets);
 
  private:
-  // What the site is on one device.
-  struct Device {
-    ExchangeCall call = {};
-    std::vector<MatmulStep> steps;
-    std::vector<const GemmPlan*> plans;  // of the steps that are products
-    std::vector<cudaEvent_t> events;     // of those that order streams
-    cudaStream_t streams[kMatmulStreams] = {};
-  };
-  struct Arrays;
-
-  std::string DeviceAt(int32_t ordinal, Device** device);
-  std::string MakeDevice(int32_t ordinal, Device* device);
-  std::vector<MatmulStep> Program(int rank, int64_t slot) const;
-  GemmKey KeyOf(const MatmulStep& step) const;
-  std::string Run(const Device& device, int32_t ordinal, const Arrays& arrays,
-                  cudaStream_t stream) const;
-  cudaError_t Copy(const MatmulStep& step, const Arrays& arrays, cudaStream_t stream) const;
-  cudaError_t Sum(const MatmulStep& step, const Device& device, const Arrays& arrays,
-                  cudaStream_t stream) const;
-  // Of an element at a place.
-  int64_t SizeAt(const Place& place) const;
-  uint64_t Hash() const;
+  std::string Tune() const;
+  std::string LaunchesOf(int32_t ordinal, const MatmulLaunches** launches);
 
   GpuSite gpu_;
-  MatmulKind kind_;
-  MatmulShape shape_;
-  size_t xs_;
-  GemmType in_, out_;
-  bool tf32_, gathered_;
+  MatmulSpec spec_ = {};
 
   std::mutex mutex_;
-  std::map<int32_t, std::unique_ptr<Device>> devices_;
+  std::map<int32_t, std::unique_ptr<MatmulLaunches>> launches_;
 };
 
-// The stages of an op: `kOp` is a struct with kTarget, kStateName and kKind.
+// The stages of an op: `Op` is a struct with kTarget and kKind.
 template <class Op>
 struct MatmulGpuHandler {
   struct Site {

@@ -1,0 +1,489 @@
+// The fused matmuls on one GPU, in one process: each rank has a stream and a lane of its
+// own, and its peers' heaps are memory of the same device.
+//
+// All calls are launched before any result is read, and one rank is late. Built with a
+// deliberate fault (JAX_OVERLAP_CUDA_MUTANT) it has to fail. Every wait is bounded. With the
+// argument `bench` it measures instead what a rank's launches cost beside a plain product.
+//
+// CUDA_DEVICE_MAX_CONNECTIONS=32 gives each stream a queue of its own.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/gpu_memory.h"
+#include "core/testing.h"
+#include "ops/all_gather_matmul.h"
+#include "ops/matmul_launch.h"
+#include "ops/matmul_reduce_scatter.h"
+#include "ops/matmul_test.h"
+
+#define JO_CUDA(call)                                                              \
+  do {                                                                             \
+    const cudaError_t error = (call);                                              \
+    JO_CHECK_IN(error == cudaSuccess, "%s: %s", #call, cudaGetErrorString(error)); \
+  } while (0)
+
+namespace jax_overlap {
+namespace {
+
+constexpr int kMaxRanks = 5;  // four streams each
+constexpr uint64_t kLimitNs = 3000 * 1000 * 1000ull;
+
+__global__ void Sleep(int us) {
+  for (int i = 0; i < us; ++i) __nanosleep(1000);
+}
+
+template <class T>
+GemmType TypeOf();
+template <>
+GemmType TypeOf<float>() {
+  return GemmType::kF32;
+}
+template <>
+GemmType TypeOf<double>() {
+  return GemmType::kF64;
+}
+template <>
+GemmType TypeOf<BFloat16>() {
+  return GemmType::kBF16;
+}
+template <>
+GemmType TypeOf<Float16>() {
+  return GemmType::kF16;
+}
+
+template <class Op>
+MatmulKind KindOf() {
+  if (Op::kGathers) return MatmulKind::kGather;
+  return Op::kScatters ? MatmulKind::kScatter : MatmulKind::kReduce;
+}
+
+class Memory {
+ public:
+  explicit Memory(size_t bytes, int fill = 0) : bytes_(std::max<size_t>(bytes, 16)) {
+    JO_CUDA(cudaMalloc(&data_, bytes_));
+    JO_CUDA(cudaMemset(data_, fill, bytes_));
+  }
+  Memory(Memory&& other) : bytes_(other.bytes_), data_(other.data_) { other.data_ = nullptr; }
+  ~Memory() { cudaFree(data_); }
+  char* data() const { return data_; }
+
+ private:
+  size_t bytes_;
+  char* data_ = nullptr;
+};
+
+// What the ranks of all teams use.
+struct Shared {
+  static Shared& Get() {
+    static Shared* const shared = new Shared;
+    return *shared;
+  }
+  Shared() {
+    std::string error;
+    for (int r = 0; r < kMaxRanks; ++r) {
+      lanes[r] = GpuGemm::Get().MakeLane(0, &error);
+      JO_CHECK_IN(lanes[r] != nullptr, "%s", error.c_str());
+      JO_CUDA(cudaStreamCreateWithFlags(&streams[r], cudaStreamNonBlocking));
+    }
+    JO_CUDA(cudaHostAlloc(&statuses, kMaxRanks * sizeof(Status), cudaHostAllocMapped));
+    // Loading a kernel while another spins may wait for that one to end.
+    for (const void* kernel : ExchangeKernels()) {
+      cudaFuncAttributes attributes;
+      JO_CUDA(cudaFuncGetAttributes(&attributes, kernel));
+    }
+    Sleep<<<1, 1>>>(1);
+    JO_CUDA(cudaDeviceSynchronize());
+  }
+  std::unique_ptr<GpuLane> lanes[kMaxRanks];
+  cudaStream_t streams[kMaxRanks];
+  Status* statuses;  // [rank]
+};
+
+// A team and calls on its exchange.
+template <class Op, class T>
+class Team {
+ public:
+  // `liar` takes its calls for others.
+  Team(std::vector<MatmulCase> cases, size_t exchange_bytes, uint64_t limit_ns = kLimitNs,
+       int liar = -1)
+      : cases_(std::move(cases)), ranks_(cases_[0].shape.ranks), liar_(liar) {
+    Shared& shared = Shared::Get();
+    memset(shared.statuses, 0, kMaxRanks * sizeof(Status));
+    constexpr size_t kDirectory = kMaxGpuRanks * sizeof(uint64_t);
+    for (int r = 0; r < ranks_; ++r) heaps_.emplace_back(kDirectory + exchange_bytes);
+    for (int r = 0; r < ranks_; ++r) {
+      GpuChannel channel = {};
+      channel.shape = {r, ranks_, ranks_};
+      for (int p = 0; p < ranks_; ++p) channel.heaps[p] = heaps_[p].data() + kDirectory;
+      channel.own = channel.heaps[r];
+      channel.directory = kDirectory;
+      channel.descriptor = 7;
+      channel.limit_ns = limit_ns;
+      channel.error = &shared.statuses[r];
+      for (size_t c = 0; c < cases_.size(); ++c) AddCall(r, c, channel, exchange_bytes);
+    }
+    JO_CUDA(cudaDeviceSynchronize());
+  }
+
+  // All ranks but `absent`, or `only` one, make all calls; `late` sleeps before each.
+  void Run(int late = -1, int absent = -1, int only = -1) {
+    Shared& shared = Shared::Get();
+    for (size_t c = 0; c < cases_.size(); ++c) {
+      for (int r = 0; r < ranks_; ++r) {
+        if (r == absent || (only >= 0 && r != only)) continue;
+        if (r == late) Sleep<<<1, 1, 0, shared.streams[r]>>>(300);
+        const std::string error =
+            launches_[r][c]->Run(calls_[r][c], results_[r][c], shared.streams[r]);
+        JO_CHECK_IN(error.empty(), "%s", error.c_str());
+      }
+    }
+    JO_CUDA(cudaDeviceSynchronize());
+  }
+
+  void Check() const {
+    for (int r = 0; r < ranks_; ++r) {
+      const Status& s = Shared::Get().statuses[r];
+      JO_CHECK_IN(s.failed == kNone, "%d ranks: rank %d failed: %d, for %d in step %d", ranks_, r,
+                  s.failed, s.peer, s.step);
+      for (size_t c = 0; c < cases_.size(); ++c) CheckCall(r, c, false);
+    }
+  }
+  // A result is right or, all of it, not a number.
+  void CheckCall(int r, size_t c, bool or_poisoned) const {
+    const MatmulSizes<Op> sizes(cases_[c]);
+    const MatmulInputs<Op> in{sizes, static_cast<int>(c)};
+    for (size_t a = 0; a + 1 < sizes.outputs.size(); ++a) {
+      const size_t n = sizes.outputs[a + 1] - sizes.outputs[a];
+      std::vector<T> part(n);
+      JO_CUDA(
+          cudaMemcpy(part.data(), results_[r][c][a].data, n * sizeof(T), cudaMemcpyDeviceToHost));
+      if (or_poisoned && n > 0 && IsNan(part[0])) {
+        for (const T x : part) JO_CHECK(IsNan(x));
+        continue;
+      }
+      for (size_t i = 0; i < n; ++i) {
+        const int right = MatmulExpected(in, r, a, i);
+        const T wanted = FromInt<T>(right);
+        JO_CHECK_IN(memcmp(&part[i], &wanted, sizeof(T)) == 0,
+                    "%d ranks, rank %d, call %zu, result %zu, element %zu: %g for %d", ranks_, r, c,
+                    a, i, static_cast<double>(Numeric<T>::Widen(part[i])), right);
+      }
+    }
+  }
+  void CheckPoisoned(int r, size_t c) const {
+    for (const ExchangeCall::Result& result : results_[r][c]) {
+      std::vector<T> part(result.bytes / sizeof(T));
+      JO_CUDA(cudaMemcpy(part.data(), result.data, result.bytes, cudaMemcpyDeviceToHost));
+      for (const T x : part) JO_CHECK(IsNan(x));
+    }
+  }
+  const Status& StatusOf(int r) const { return Shared::Get().statuses[r]; }
+  static bool IsNan(T x) {
+    const auto value = Numeric<T>::Widen(x);
+    return value != value;
+  }
+
+ private:
+  void AddCall(int r, size_t c, const GpuChannel& channel, size_t exchange_bytes) {
+    const MatmulCase& one = cases_[c];
+    const MatmulSizes<Op> sizes(one);
+    const MatmulInputs<Op> in{sizes, static_cast<int>(c)};
+    const MatmulSpec spec{KindOf<Op>(), one.shape, one.xs(Op::kGathers), TypeOf<T>(),
+                          TypeOf<T>(),  false,     one.gathered};
+    std::string error;
+    const uint64_t call = spec.Hash() + (r == liar_ ? 1 : 0);
+    launches_[r].push_back(
+        MatmulLaunches::Make(spec, *Shared::Get().lanes[r], channel, exchange_bytes, call, &error));
+    JO_CHECK_IN(launches_[r].back() != nullptr, "%s", error.c_str());
+    MatmulLaunches::Arrays arrays;
+    std::vector<ExchangeCall::Result> results;
+    for (size_t a = 0; a + 1 < sizes.inputs.size(); ++a) {
+      std::vector<T> values;
+      for (size_t i = sizes.inputs[a]; i < sizes.inputs[a + 1]; ++i) {
+        values.push_back(FromInt<T>(in.At(r, i)));
+      }
+      memory_.emplace_back(values.size() * sizeof(T));
+      JO_CUDA(cudaMemcpy(memory_.back().data(), values.data(), values.size() * sizeof(T),
+                         cudaMemcpyHostToDevice));
+      (a < sizes.xs ? arrays.x : arrays.w).push_back(memory_.back().data());
+    }
+    for (size_t a = 0; a + 1 < sizes.outputs.size(); ++a) {
+      const size_t bytes = (sizes.outputs[a + 1] - sizes.outputs[a]) * sizeof(T);
+      memory_.emplace_back(bytes, 0xEE);
+      arrays.out.push_back(memory_.back().data());
+      results.push_back({memory_.back().data(), bytes});
+    }
+    if (one.gathered) arrays.gathered = arrays.out.back();
+    calls_[r].push_back(arrays);
+    results_[r].push_back(results);
+  }
+
+  const std::vector<MatmulCase> cases_;
+  const int ranks_, liar_;
+  std::vector<Memory> heaps_, memory_;
+  std::vector<MatmulLaunches::Arrays> calls_[kMaxRanks];
+  std::vector<std::vector<ExchangeCall::Result>> results_[kMaxRanks];
+  std::vector<std::unique_ptr<MatmulLaunches>> launches_[kMaxRanks];
+};
+
+template <class Op>
+std::vector<MatmulCase> Cases(int ranks) {
+  std::vector<MatmulCase> cases;
+  for (const MatmulCase& c : MatmulShapes<Op>(ranks)) {
+    const MatmulShape& s = c.shape;
+    if (s.rows > 0 && s.products[0].inner > 0 && s.products[0].cols > 0) cases.push_back(c);
+  }
+  return cases;
+}
+
+constexpr size_t kLarge = 16 << 20, kSmall = 64 << 10;  // an exchange; the small one: in rounds
+
+template <class Op, class T>
+int Values(int ranks, size_t bytes) {
+  Team<Op, T> team(Cases<Op>(ranks), bytes);
+  team.Run();
+  team.Check();
+  return 1;
+}
+
+// Slots are used again and again, whoever is late.
+template <class Op>
+int Stragglers(int ranks) {
+  const std::vector<MatmulCase> cases = Cases<Op>(ranks);
+  std::vector<MatmulCase> calls;
+  for (int i = 0; i < 12; ++i) calls.push_back(cases[i * 5 % cases.size()]);
+  for (int late = 0; late < ranks; ++late) {
+    Team<Op, float> team(calls, kSmall);
+    team.Run(late);
+    team.Check();
+  }
+  return ranks;
+}
+
+// A rank that does not come: the others name it and give no numbers. When it comes at last
+// it finds out that they have failed, or is in vain as well: it has no wrong numbers.
+template <class Op>
+int Absent(int ranks, int absent) {
+  constexpr uint64_t kShort = 100 * 1000 * 1000;
+  const MatmulCase one = Cases<Op>(ranks)[0];
+  Team<Op, BFloat16> team({one, one}, kLarge, kShort);
+  team.Run(-1, absent);
+  for (int r = 0; r < ranks; ++r) {
+    if (r == absent) continue;
+    const Status& s = team.StatusOf(r);
+    JO_CHECK_IN(s.failed == kExpired && s.rank == r && s.peer == absent, "rank %d: %d for %d", r,
+                s.failed, s.peer);
+    for (int call = 0; call < 2; ++call) team.CheckPoisoned(r, call);
+  }
+  team.Run(-1, -1, absent);
+  for (int call = 0; call < 2; ++call) team.CheckPoisoned(absent, call);
+  const Status& s = team.StatusOf(absent);
+  JO_CHECK(s.failed == kPeerFailed || s.failed == kExpired);
+  return 1;
+}
+
+// A rank that fails in the second call, when the first may not have been read yet.
+template <class Op>
+int FailsLater(int ranks) {
+  constexpr uint64_t kShort = 100 * 1000 * 1000;
+  const MatmulCase one = Cases<Op>(ranks)[0];
+  Team<Op, float> team({one, one, one}, kLarge, kShort);
+  team.Run(0);
+  team.Check();
+  team.Run(-1, ranks - 1);  // the last one stays out from here on
+  for (int r = 0; r < ranks - 1; ++r) {
+    JO_CHECK(team.StatusOf(r).failed == kExpired);
+    for (int call = 0; call < 3; ++call) team.CheckPoisoned(r, call);
+  }
+  return 1;
+}
+
+template <class Op>
+int Mismatch(int ranks) {
+  const MatmulCase one = Cases<Op>(ranks)[0];
+  Team<Op, float> team({one}, kLarge, kLimitNs / 10, 1);
+  team.Run();
+  for (int r = 0; r < ranks; ++r) {
+    const Status& s = team.StatusOf(r);
+    JO_CHECK_IN(s.failed == kMismatch && (r == 1 || s.peer == 1), "rank %d: %d for %d", r, s.failed,
+                s.peer);
+    team.CheckPoisoned(r, 0);
+  }
+  return 1;
+}
+
+template <class Op>
+int All(bool brief) {
+  int passed = 0;
+  for (const int ranks : {2, 3, 5}) {
+    passed += Values<Op, float>(ranks, kLarge) + Values<Op, float>(ranks, kSmall);
+    if (brief) continue;
+    passed += Values<Op, BFloat16>(ranks, kLarge) + Values<Op, BFloat16>(ranks, kSmall);
+    passed += Values<Op, Float16>(ranks, kSmall) + Values<Op, double>(ranks, kSmall);
+    passed += Stragglers<Op>(ranks);
+  }
+  passed += Absent<Op>(2, 1) + Absent<Op>(3, 0) + FailsLater<Op>(3) + Mismatch<Op>(2);
+  return passed + Mismatch<Op>(4);
+}
+
+// ------------------------------------------------------------------------ bench
+double MedianUs(std::vector<float>* samples) {
+  std::sort(samples->begin(), samples->end());
+  return (*samples)[samples->size() / 2];
+}
+
+// What rank 0 of `ranks` does, of which the others have arrived long ago: in turn the plain
+// product of all its rows, the products that scatter, and the whole of its launches.
+void Measure(int ranks, int64_t m, int64_t k, int64_t n) {
+  Shared& shared = Shared::Get();
+  const cudaStream_t stream = shared.streams[0];
+  std::string error;
+  const size_t slot = static_cast<size_t>(m / ranks * n) * 2;
+  const size_t exchange = 2 * ranks * (slot + 256) + (64 << 10);
+  constexpr size_t kDirectory = kMaxGpuRanks * sizeof(uint64_t);
+  // One range, so that heaps are at one distance.
+  const size_t heap = (kDirectory + exchange + 4095) / 4096 * 4096;
+  Memory heaps(heap * ranks);
+  GpuChannel channel = {};
+  channel.shape = {0, ranks, ranks};
+  for (int p = 0; p < ranks; ++p) channel.heaps[p] = heaps.data() + p * heap + kDirectory;
+  channel.own = channel.heaps[0];
+  channel.directory = kDirectory;
+  channel.descriptor = 7;
+  channel.limit_ns = kLimitNs;
+  channel.error = &shared.statuses[0];
+  memset(shared.statuses, 0, sizeof(Status));
+  const MatmulShape shape{Cut::kRows,
+                          ranks,
+                          1,
+                          1,
+                          static_cast<size_t>(m),
+                          {{static_cast<size_t>(k), static_cast<size_t>(n), false}}};
+  const MatmulSpec spec{MatmulKind::kScatter, shape, 1,    GemmType::kBF16,
+                        GemmType::kBF16,      false, false};
+  const auto launches =
+      MatmulLaunches::Make(spec, *shared.lanes[0], channel, exchange, spec.Hash(), &error);
+  JO_CHECK_IN(launches != nullptr, "%s", error.c_str());
+  // All have said so, for all time.
+  const ExchangeCall& call = launches->call();
+  for (int p = 1; p < ranks; ++p) {
+    const uint64_t always = uint64_t{1} << 60;
+    const uint64_t arrived = always | call.call;
+    for (const ExchangeHalf& half : call.layout.half) {
+      JO_CUDA(cudaMemcpy(&half.ready[p].value, &always, 8, cudaMemcpyHostToDevice));
+      JO_CUDA(cudaMemcpy(&half.arrived[p].value, &arrived, 8, cudaMemcpyHostToDevice));
+    }
+    JO_CUDA(cudaMemcpy(channel.Heard(0, p), &channel.descriptor, 8, cudaMemcpyHostToDevice));
+  }
+  Memory x(m * k * 2), w(k * n * 2), out(m * n * 2);
+  FillForTuning(x.data(), m * k * 2, stream);
+  FillForTuning(w.data(), k * n * 2, stream);
+  MatmulStep plain = {};
+  plain.kind = StepKind::kProduct;
+  plain.m = m;
+  plain.n = n;
+  plain.k = k;
+  plain.x = {{Space::kX, 0, 0, 0}, 0, k};
+  plain.w = {{Space::kW, 0, 0, 0}, 0, n};
+  plain.c = plain.d = {{Space::kOut, 0, 0, 0}, 0, n};
+  const GemmPlan* const plan = GpuGemm::Get().PlanOf(0, spec.KeyOf(plain), &error);
+  JO_CHECK_IN(plan != nullptr, "%s", error.c_str());
+  // All rows in one product that scatters, the own ones, too.
+  MatmulStep scatter = plain;
+  scatter.batch = ranks;
+  scatter.m = m / ranks;
+  scatter.x.block = m / ranks * k;
+  scatter.c = scatter.d = {{Space::kSlot, 0, 0, 0}, static_cast<int64_t>(heap / 2), n};
+  const GemmPlan* const scattering = GpuGemm::Get().PlanOf(0, spec.KeyOf(scatter), &error);
+  JO_CHECK_IN(scattering != nullptr, "%s", error.c_str());
+
+  const std::function<void()> variants[] = {
+      [&] {
+        GpuGemm::Get().Launch(*shared.lanes[0], *plan, x.data(), w.data(), out.data(), out.data(),
+                              stream);
+      },
+      [&] {
+        char* const slots = call.layout.half[0].slots;
+        GpuGemm::Get().Launch(*shared.lanes[0], *scattering, x.data(), w.data(), slots, slots,
+                              stream);
+      },
+      [&] { launches->Run({{x.data()}, {w.data()}, {out.data()}, nullptr}, {}, stream); }};
+  constexpr int kRounds = 31;
+  std::vector<float> samples[3];
+  cudaGraphExec_t graphs[3];
+  for (int v = 0; v < 3; ++v) {
+    variants[v]();
+    JO_CUDA(cudaStreamSynchronize(stream));
+    cudaGraph_t graph;
+    JO_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < 4; ++i) variants[v]();
+    JO_CUDA(cudaStreamEndCapture(stream, &graph));
+    JO_CUDA(cudaGraphInstantiate(&graphs[v], graph, 0));
+    JO_CUDA(cudaGraphDestroy(graph));
+  }
+  cudaEvent_t begin, end;
+  JO_CUDA(cudaEventCreate(&begin));
+  JO_CUDA(cudaEventCreate(&end));
+  for (int round = 0; round < kRounds; ++round) {
+    for (int v = 0; v < 3; ++v) {
+      JO_CUDA(cudaEventRecord(begin, stream));
+      JO_CUDA(cudaGraphLaunch(graphs[v], stream));
+      JO_CUDA(cudaEventRecord(end, stream));
+      JO_CUDA(cudaEventSynchronize(end));
+      float ms = 0;
+      JO_CUDA(cudaEventElapsedTime(&ms, begin, end));
+      samples[v].push_back(ms * 1e3f / 4);
+    }
+  }
+  JO_CHECK(shared.statuses[0].failed == kNone);
+  for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
+  const double us = MedianUs(&samples[0]), scattered = MedianUs(&samples[1]),
+               whole = MedianUs(&samples[2]);
+  std::printf(
+      "{\"ranks\": %d, \"m\": %lld, \"k\": %lld, \"n\": %lld, \"product_us\": %.1f, "
+      "\"scattering_us\": %.1f, \"all_launches_us\": %.1f, \"scattering\": %.3f, "
+      "\"all_launches\": %.3f},\n",
+      ranks, static_cast<long long>(m), static_cast<long long>(k), static_cast<long long>(n), us,
+      scattered, whole, scattered / us, whole / us);
+  std::fflush(stdout);
+}
+
+void MeasureAll() {
+  // M, N of the whole problem and K of a rank's part.
+  for (const int ranks : {2, 4, 8}) {
+    for (const auto& [m, k, n] : {std::array<int64_t, 3>{8192, 8192, 8192},
+                                  {8192, 28672, 8192},
+                                  {4096, 14336, 4096},
+                                  {16384, 4096, 4096},
+                                  {2048, 8192, 8192},
+                                  {512, 8192, 8192},
+                                  {64, 8192, 8192}}) {
+      Measure(ranks, m, k / ranks, n);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jax_overlap
+
+// With `short` one type only: for compute-sanitizer, which is slow.
+int main(int argc, char** argv) {
+  using namespace jax_overlap;  // NOLINT
+  const std::string mode = argc > 1 ? argv[1] : "";
+  if (mode == "bench") {
+    MeasureAll();
+    return 0;
+  }
+  const bool brief = mode == "short";
+  int passed = All<MatmulReduceScatter>(brief) + All<AllGatherMatmul>(brief);
+  passed += All<MatmulAllReduce>(brief);
+  std::printf("matmul_test (CUDA): %d passed, 0 failed\n", passed);
+}
