@@ -7,7 +7,7 @@
 #   make test TESTS=tests/psum_test.py ARGS=-x      some tests, arguments for pytest
 #   make cpp-test [SANITIZE=thread|address]
 #   make cuda                         compile the CUDA sources (needs nvcc, no GPU); on a GPU
-#                                     machine, out/cuda13/psum_cuda_test then tests the kernels
+#                                     machine, out/cuda13/*_cuda_test then test the kernels
 #   make bazel                        build and test with Bazel
 #   make lint | format | sdist | wheel | clean
 
@@ -143,13 +143,24 @@ cpp-test: $(VENV)/.tools
 	@$(WITH_VENV) cmake --build $(CPP_OUT)
 	@$(WITH_VENV) ctest --test-dir $(CPP_OUT) --output-on-failure --no-tests=error $(ARGS)
 
-# NVSHMEM comes apart from the environment, which has no other use for it.
+# NVSHMEM, and the headers of cuBLAS, come apart from the environment, which has no other use
+# for them.
 cuda: $(VENV)/.tools
 	@release=$$($${CUDACXX:-nvcc} --version | sed -n 's/.*release \([0-9]*\).*/\1/p'); \
 	$(PIP) --upgrade --no-deps --target out/nvshmem-cu$$release "nvidia-nvshmem-cu$$release>=3.4.5,<3.5"; \
-	$(CMAKE) -B out/cuda$$release --log-level=WARNING -DJAX_OVERLAP_CUDA=ON -DJAX_OVERLAP_BUILD_TESTS=ON \
+	cublas=out/cublas-cu$$release; \
+	if [ ! -e $$cublas/cublasLt.h ]; then \
+	  rm -rf $$cublas; mkdir -p $$cublas/wheel; \
+	  name=nvidia-cublas; if [ $$release = 12 ]; then name=nvidia-cublas-cu12; fi; \
+	  $(PY) -m pip --disable-pip-version-check download -qq --no-deps -d $$cublas/wheel \
+	    "$$name>=$$release,<$$((release + 1))"; \
+	  $(PY) -m zipfile -e $$cublas/wheel/*.whl $$cublas/wheel; \
+	  mv $$cublas/wheel/nvidia/*/include/*.h $$cublas; rm -r $$cublas/wheel; fi; \
+	$(CMAKE) -B out/cuda$$release --log-level=WARNING -DJAX_OVERLAP_CUDA=ON \
+	  -DJAX_OVERLAP_CUBLAS_INCLUDE_DIR='$(CURDIR)'/$$cublas -DJAX_OVERLAP_BUILD_TESTS=ON \
 	  -DJAX_OVERLAP_NVSHMEM=ON -DJAX_OVERLAP_NVSHMEM_DIR='$(CURDIR)'/out/nvshmem-cu$$release/nvidia/nvshmem; \
-	$(WITH_VENV) cmake --build out/cuda$$release --target jax_overlap_cuda jax_overlap_nvshmem psum_cuda_test
+	$(WITH_VENV) cmake --build out/cuda$$release --target \
+	  jax_overlap_cuda jax_overlap_nvshmem psum_cuda_test matmul_cuda_test
 
 # --- Packages -----------------------------------------------------------------
 # The wheel is built from the sdist, in an environment of its own, as by

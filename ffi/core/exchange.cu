@@ -74,8 +74,9 @@ __global__ void Begin(const __grid_constant__ ExchangeCall a, int half, bool fir
   if (!s.broken()) {
     if (s.epoch() == 0) a.channel.Meet(s.link());
     if (s.SpeaksFor(-1) && !JO_MUTANT("missing_ready_wait")) {
-      s.link().Wait(&a.layout.half[half].ready[threadIdx.x].value, s.epoch(),
-                    {static_cast<int>(threadIdx.x), kReadyStep});
+      s.link().WaitUnless(&a.layout.revoked[threadIdx.x].value,
+                          &a.layout.half[half].ready[threadIdx.x].value, s.epoch(),
+                          {static_cast<int>(threadIdx.x), kReadyStep});
     }
   }
   s.Settle();
@@ -97,7 +98,8 @@ __global__ void Wait(const __grid_constant__ ExchangeCall a, int half, int peer)
   if (!s.broken() && s.SpeaksFor(peer)) {
     const uint64_t* const arrived = &a.layout.half[half].arrived[threadIdx.x].value;
     const Where where{static_cast<int>(threadIdx.x), kArrivedStep};
-    s.link().Wait(arrived, (s.epoch() + 1) << kExchangeCallBits, where);
+    s.link().WaitUnless(&a.layout.revoked[threadIdx.x].value, arrived,
+                        (s.epoch() + 1) << kExchangeCallBits, where);
     const uint64_t seen = Acquired(arrived);
     if (!s.link().failed() && (seen & kExchangeCallMask) != a.call) {
       s.link().Fail(kMismatch, a.call, seen & kExchangeCallMask, where);

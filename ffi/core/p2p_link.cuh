@@ -98,6 +98,17 @@ class P2pLink {
       asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(mine) : "memory");
     } while (seen < value && !Expired(value, seen, where));
   }
+  // The same, unless the peer says that it has failed and nothing will come.
+  __device__ void WaitUnless(const uint64_t* revoked, const uint64_t* mine, uint64_t value,
+                             Where where) {
+    for (;;) {
+      uint64_t gone, seen;
+      asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(gone) : "l"(revoked) : "memory");
+      asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(mine) : "memory");
+      if (seen >= value || Expired(value, seen, where)) return;
+      if (gone != 0) return Fail(kPeerFailed, value, seen, where);
+    }
+  }
 
   // The first failure of a block is kept.
   __device__ void Fail(Failure failure, uint64_t expected, uint64_t seen, Where where) {

@@ -210,10 +210,11 @@ void SumBlocks(const MatmulShape& s, const MatmulOperands& operands, const SumPa
   const int sources = JO_MUTANT("skip_peer") && s.ranks > 1 ? s.ranks - 1 : s.ranks;
   for (int source = 0; source < sources; ++source) {
     MultiplyBlock<T>(s, operands, source, part, block, source > 0, c, ldc, scratch);
-    if (!JO_MUTANT("half_accumulate")) continue;
-    for (size_t r = 0; r < block.rows; ++r) {
-      for (size_t i = r * ldc; i < r * ldc + block.cols; ++i) {
-        c[i] = Numeric<T>::Widen(Numeric<T>::Narrow(c[i]));
+    if (JO_MUTANT("half_accumulate")) {
+      for (size_t r = 0; r < block.rows; ++r) {
+        for (size_t i = r * ldc; i < r * ldc + block.cols; ++i) {
+          c[i] = Numeric<T>::Widen(Numeric<T>::Narrow(c[i]));
+        }
       }
     }
   }
