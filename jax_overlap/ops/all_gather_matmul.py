@@ -6,7 +6,8 @@
     rank 3  | x3 w | x2 w | x1 w | x0 w |
 
 The schedule is that of https://arxiv.org/abs/2604.24013; ffi/ops/matmul.h has the
-algorithms. The transpose is `matmul_reduce_scatter`, and the other way round.
+algorithms, ffi/ops/matmul_program.h that on GPUs. The transpose is
+`matmul_reduce_scatter`, and the other way round.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def all_gather_matmul(
       bias: array added to the result, or with several weights a tuple of arrays (or
         None); its last dimension is that of the result.
       precision: of the matmul, as in `jax.lax.dot_general`; native ones are exact
-        float32 products.
+        float32 products on CPU, and on GPUs by default TF32, as there.
       preferred_element_type: dtype of the results; default: that of the operands.
       axis_index_groups: list of lists of indices along the axis, as in `jax.lax`.
       save_gathered: what the gradient of `w` takes the gathered `x` from. True keeps

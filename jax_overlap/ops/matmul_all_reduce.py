@@ -6,7 +6,7 @@
     rank 3  | x3 w3 part 2 | part 1 | part 0 | part 3 | sum part 3, send it to all |
 
 It is `matmul_reduce_scatter` over parts of the rows, and the all-gather of these;
-ffi/ops/matmul.h has the algorithms.
+ffi/ops/matmul.h has the algorithm on CPU, ffi/ops/matmul_program.h that on GPUs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def matmul_all_reduce(
     """`psum(x @ w, axis_name)` with the communication hidden.
 
     Products are summed over the ranks in float32 (float64 for float64), in rank order,
-    and rounded once: all ranks get the same bits. In place of it,
+    and rounded once: all ranks get the same bits. On GPUs what a rank sends is of the
+    result's type, as in `matmul_reduce_scatter`. In place of it,
     `matmul_reduce_scatter` moves half as much, where the next op can work on parts.
 
     Args:
@@ -55,10 +56,11 @@ def matmul_all_reduce(
       dimension_numbers: as in `jax.lax.dot_general`, for other layouts.
       bias: array added to the result, once.
       precision: of the matmul, as in `jax.lax.dot_general`; native ones are exact
-        float32 products.
+        float32 products on CPU, and on GPUs by default TF32, as there.
       preferred_element_type: dtype of the result; default: that of the operands.
       implementation: None, "native" or "reference", as in `jax_overlap.psum`.
-      algorithm: None chooses; "in_place" forces the only one there is on the CPU.
+      algorithm: None chooses; "in_place" and "sliced" force the one there is on CPU and
+        on GPUs.
 
     Returns:
       `x @ w` summed over the axis. Under `check_vma=True` it no longer varies over

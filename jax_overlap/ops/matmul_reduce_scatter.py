@@ -7,7 +7,8 @@
                            ^ each goes to its owner while the next is computed
 
 The schedule is that of https://arxiv.org/abs/2604.24013; ffi/ops/matmul.h has the
-algorithms. The transpose is `all_gather_matmul`, and the other way round.
+algorithms, ffi/ops/matmul_program.h that on GPUs. The transpose is `all_gather_matmul`,
+and the other way round.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ def matmul_reduce_scatter(
     """`psum_scatter(x @ w, axis_name, tiled=True)` with the communication hidden.
 
     Products are summed over the ranks in float32 (float64 for float64), in rank order,
-    and rounded once. The gradient of `x` is `all_gather_matmul` of the cotangent, which
-    it gathers once for the gradient of `w` too.
+    and rounded once. On GPUs what a rank sends is of the result's type: half types are
+    rounded once more, unless `preferred_element_type` is float32. The gradient of `x`
+    is `all_gather_matmul` of the cotangent, which it gathers once for that of `w` too.
 
     Args:
       x: array [..., k]; float32, float64, bfloat16 or float16 (others: by `jax.lax`).
@@ -80,7 +82,7 @@ def matmul_reduce_scatter(
         such as `(((1,), (1,)), ((), ()))` for w [n, k].
       bias: array added to the result, once; its last dimension is that of the result.
       precision: of the matmul, as in `jax.lax.dot_general`; native ones are exact
-        float32 products.
+        float32 products on CPU, and on GPUs by default TF32, as there.
       preferred_element_type: dtype of the result; default: that of the operands.
       axis_index_groups: list of lists of indices along the axis, as in `jax.lax`.
       implementation: None, "native" or "reference", as in `jax_overlap.psum`.
