@@ -6,6 +6,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <string>
 
@@ -57,9 +58,9 @@ void NotWritable(const std::string& folder) {
 
 int main() {
   using namespace jax_overlap;  // NOLINT
-  char folder[] = "/tmp/tuning_cache_test.XXXXXX";
-  JO_CHECK(mkdtemp(folder) != nullptr);
-  const std::string path = std::string(folder) + "/a/b/cache";
+  std::string folder = std::filesystem::temp_directory_path() / "tuning_cache_test.XXXXXX";
+  JO_CHECK(mkdtemp(folder.data()) != nullptr);
+  const std::string path = folder + "/a/b/cache";
   KeptAndRead(path);
   DamagedLines(path);
   NotWritable(folder);
