@@ -85,6 +85,15 @@ PSUM_MAX_BYTES = Variable(
     "a function is lowered",
 )
 
+GPU_MATMULS = Variable(
+    "JAX_OVERLAP_GPU_MATMULS",
+    0,
+    int,
+    "0 or 1",
+    "whether fused matmuls on GPUs are native without implementation='native', which "
+    "is not done before they have passed all tests on 2-D meshes; read when a function "
+    "is lowered",
+)
 TUNING_DIR = Variable(
     "JAX_OVERLAP_TUNING_DIR",
     str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jax_overlap"),
@@ -94,4 +103,11 @@ TUNING_DIR = Variable(
     "the first native op",
 )
 
-VARIABLES = (WAIT_TIMEOUT_S, HEAP_BYTES, NODE_SIZE, PSUM_MAX_BYTES, TUNING_DIR)
+VARIABLES = (
+    WAIT_TIMEOUT_S,
+    HEAP_BYTES,
+    NODE_SIZE,
+    PSUM_MAX_BYTES,
+    GPU_MATMULS,
+    TUNING_DIR,
+)

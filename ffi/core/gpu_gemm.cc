@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/cublaslt.h"
+#include "core/gpu_device.h"
 #include "core/gpu_memory.h"
 #include "core/tuning_cache.h"
 
@@ -216,11 +217,11 @@ std::string GpuGemm::State::Choose(int ordinal, const GemmKey& key, GemmPlan* pl
                        CUBLAS_STATUS_SUCCESS;
   };
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceBytes);
-  // In place, sums of parts would be added in the peer's memory.
+  // In place, sums of parts would be added in the peer's memory; in the type of the result
+  // they would be rounded once each.
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
          static_cast<uint32_t>(tunes ? CUBLASLT_REDUCTION_SCHEME_NONE
-                                     : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE |
-                                           CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE));
+                                     : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(key.w_align));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key.x_align));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.c_align));

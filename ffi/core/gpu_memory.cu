@@ -2,6 +2,8 @@
 
 #include <cuda_runtime.h>
 
+#include "core/gpu_device.h"
+
 namespace jax_overlap {
 namespace {
 

@@ -1,8 +1,6 @@
 // The symmetric memory of the GPUs of a process, and whether it does what it should.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -11,21 +9,7 @@
 
 namespace jax_overlap {
 
-// Makes a device current, and afterwards the one that was. With an unknown one, what is done
-// next fails.
-class CurrentDevice {
- public:
-  explicit CurrentDevice(int ordinal);
-  ~CurrentDevice();
-
- private:
-  int before_ = 0;
-};
-
-// Random numbers, for what is only timed.
-void FillForTuning(char* memory, size_t bytes, cudaStream_t stream);
-
-// All functions below leave an error text, or an empty one.
+// All functions leave an error text, or an empty one.
 
 // Lets each of these devices of the process address the memory of the others.
 std::string EnablePeers(const std::vector<int>& ordinals);

@@ -156,8 +156,10 @@ std::string GpuSite::Describe(const int64_t* group, const Status& status) const 
   if (status.failed == kMismatch) {
     return me + " and " + name(status.peer) +
            " make different calls, a mismatch: another op, shape, dtype or algorithm, or the same "
-           "calls in another order." +
-           invalid + "All processes have to run the same programs in the same order";
+           "calls in another order (step " +
+           std::to_string(status.step) + ": " + std::to_string(status.expected) + " here, " +
+           std::to_string(status.seen) + " there)." + invalid +
+           "All processes have to run the same programs in the same order";
   }
   char limit[32];
   std::snprintf(limit, sizeof(limit), "%g", GpuWorld::Get().limit_s());

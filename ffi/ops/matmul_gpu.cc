@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "core/element_type.h"
-#include "core/gpu_memory.h"
 #include "core/gpu_team.h"
 
 namespace jax_overlap {

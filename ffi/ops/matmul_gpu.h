@@ -83,7 +83,9 @@ struct MatmulGpuHandler {
 template <class Op>
 xla::ffi::TypeId MatmulGpuHandler<Op>::Site::id = {};
 
-// Defines `Handler name##GpuHandler()`.
+// Defines `Handler name##GpuHandler()`. Not for command buffers: what a captured call of
+// copies and products becomes cannot be updated to other addresses (jax 0.11.2: "the graph
+// update was not performed"), and of launches there are few beside a large product.
 #define JO_DEFINE_MATMUL_GPU_HANDLER(name, target, kind)                           \
   namespace {                                                                      \
   struct name##OnGpu {                                                             \
@@ -121,8 +123,7 @@ xla::ffi::TypeId MatmulGpuHandler<Op>::Site::id = {};
                              .Ctx<xla::ffi::DeviceOrdinal>()                       \
                              .Attrs() /* read at instantiation */                  \
                              .RemainingArgs()                                      \
-                             .RemainingRets(),                                     \
-                         {xla::ffi::Traits::kCmdBufferCompatible});                \
+                             .RemainingRets());                                    \
   xla::ffi::TypeInfo k##name##Info = xla::ffi::MakeTypeInfo<name##Stages::Site>(); \
   }                                                                                \
   Handler name##GpuHandler() {                                                     \

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/gpu_memory.h"
+#include "core/gpu_device.h"
 #include "core/gpu_op.h"
 
 namespace jax_overlap {

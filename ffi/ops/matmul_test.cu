@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "core/gpu_memory.h"
+#include "core/gpu_device.h"
 #include "core/testing.h"
 #include "ops/all_gather_matmul.h"
 #include "ops/matmul_launch.h"

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import mlir
 
-from jax_overlap import _compat
+from jax_overlap import _compat, config
 from jax_overlap._plan import LEFT_TO_LAX, make_plan
 from jax_overlap.ops import _block, _collective
 
@@ -207,7 +207,12 @@ def _plan(op, abstract_eval, avals, team, situation, **params):
     axes, algorithm = params["axes"], params["algorithm"]
     results = abstract_eval(*avals, **params)
     if situation.on_gpu:
-        chosen = _choose_on_gpu(algorithm, results, team, params.get("cut", ""))
+        asked = params["implementation"] == "native" or config.GPU_MATMULS.read()
+        chosen = (
+            _choose_on_gpu(algorithm, results, team, params.get("cut", ""))
+            if asked
+            else _NOT_ASKED
+        )
     elif (op, algorithm) == ("matmul_all_reduce", "sliced"):
         chosen = LEFT_TO_LAX, "algorithm='sliced' of matmul_all_reduce is for GPUs"
     else:
@@ -230,6 +235,13 @@ def _plan(op, abstract_eval, avals, team, situation, **params):
     return plan
 
 
+_NOT_ASKED = (
+    LEFT_TO_LAX,
+    (
+        "fused matmuls on GPUs are new, and have to be asked for: "
+        f"implementation='native', or {config.GPU_MATMULS.name}=1"
+    ),
+)
 _IN_PLACE = ("in_place", "peers' operands are addressed in place")
 
 

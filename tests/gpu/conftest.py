@@ -24,6 +24,7 @@ if not _SKIPPED:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # Large sums are left to NCCL, which refuses ranks that share a GPU: here none is.
     os.environ.setdefault("JAX_OVERLAP_PSUM_MAX_BYTES", str(1 << 30))
+    os.environ.setdefault("JAX_OVERLAP_GPU_MATMULS", "1")
     # A rank that is stuck ends by its own limits, with a text.
     jax_overlap.testing.initialize(heartbeat_timeout_s=300)
 
