@@ -53,8 +53,8 @@ std::string GpuPool::Take(size_t bytes, Piece* piece) {
   return "";
 }
 
-std::string GpuPool::TakeExchange(const std::vector<int64_t>& groups, Piece* piece) {
-  const auto found = exchanges_.find(groups);
+std::string GpuPool::TakeExchange(const Teams& teams, Piece* piece) {
+  const auto found = exchanges_.find(teams);
   if (found == exchanges_.end()) {
     size_t largest = 0;
     for (const auto& [offset, bytes] : free_) largest = std::max(largest, bytes);
@@ -63,7 +63,7 @@ std::string GpuPool::TakeExchange(const std::vector<int64_t>& groups, Piece* pie
       return error;
     }
     reclaim_below_ = free_bytes_ / 2;  // it will not come back
-    exchanges_[groups] = *piece;
+    exchanges_[teams] = *piece;
   } else {
     *piece = found->second;
   }

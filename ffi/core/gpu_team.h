@@ -16,6 +16,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "core/gpu_channel.h"
@@ -46,9 +47,17 @@ class GpuPool {
   // What a channel may take: a small share, so that there is room for many.
   size_t Budget() const;
 
-  // The piece that all call sites of these groups share, for large slots: half of what is
-  // free when the first of them asks. It is kept.
-  std::string TakeExchange(const std::vector<int64_t>& groups, Piece* piece);
+  // The piece that all call sites of these teams share, for large slots: half of what is
+  // free when the first of them asks. It is kept. `groups` holds places, group by group.
+  struct Teams {
+    std::vector<int64_t> groups;
+    int ranks, node_size;
+    bool operator<(const Teams& other) const {
+      return std::tie(ranks, node_size, groups) <
+             std::tie(other.ranks, other.node_size, other.groups);
+    }
+  };
+  std::string TakeExchange(const Teams& teams, Piece* piece);
 
   // What programs that are gone have left. Other ranks may still have theirs: a piece is
   // free once all have let go of it, which they agree upon when room gets short. Python ends
@@ -73,7 +82,7 @@ class GpuPool {
   size_t free_bytes_;
   std::set<int> free_indices_;
   size_t reclaim_below_;
-  std::map<std::vector<int64_t>, Piece> exchanges_;
+  std::map<Teams, Piece> exchanges_;
   // A rank's own.
   std::mutex left_mutex_;
   std::vector<Piece> left_;

@@ -148,6 +148,20 @@ void TestErrorsOfPythonAreTexts() {
   JO_CHECK(world.PoolOf({0, 1}, &error) == nullptr && error == "process 1 did not come");
 }
 
+// Call sites of the same teams share one, and of no others: a team of four, and two of two,
+// have the same places.
+void TestExchangesAreOfTheirTeams() {
+  const auto made = MakePool();
+  GpuPool::Piece of_four, of_two, again;
+  JO_CHECK(made->TakeExchange({{0, 1, 2, 3}, 4, 4}, &of_four).empty());
+  JO_CHECK(made->TakeExchange({{0, 1, 2, 3}, 2, 2}, &of_two).empty());
+  JO_CHECK(made->TakeExchange({{0, 1, 2, 3}, 4, 4}, &again).empty());
+  JO_CHECK(again.index == of_four.index && again.offset == of_four.offset);
+  JO_CHECK(of_two.index != of_four.index);
+  JO_CHECK(of_two.offset >= of_four.offset + of_four.bytes);
+  JO_CHECK(of_two.bytes < of_four.bytes && !made->short_of_room());
+}
+
 }  // namespace
 }  // namespace jax_overlap
 
@@ -159,5 +173,6 @@ int main() {
   TestTooManyCallSites();
   TestWorldReclaimsWhatAllHaveLeft();
   TestErrorsOfPythonAreTexts();
+  TestExchangesAreOfTheirTeams();
   std::printf("gpu_team_test: passed\n");
 }

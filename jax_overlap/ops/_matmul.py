@@ -250,7 +250,7 @@ def _choose_on_gpu(algorithm, results, team, cut="") -> tuple[str, str]:
     if not team.reaches_all:
         return LEFT_TO_LAX, f"products are stored at all ranks, but {team.note}"
     if algorithm == "in_place":
-        return LEFT_TO_LAX, "GPUs cannot address the operands of other ranks"
+        return LEFT_TO_LAX, "on GPUs the operands of other ranks cannot be addressed"
     if cut == "inner" and results[0].dtype.itemsize < 4:
         return LEFT_TO_LAX, (
             "x is gathered along what is contracted, and a result in a half type would "
