@@ -71,7 +71,8 @@ std::string GpuSite::Take(const std::function<Need(size_t)>& need) {
   if (error = world.MakeRoom(*pool); !error.empty()) return error;
   shared_ = need == nullptr;
   const Need needed = shared_ ? Need{0, 0} : need(pool->Budget());
-  error = shared_ ? pool->TakeExchange({groups_, ranks_, node_size_}, &piece_) : pool->Take(needed.bytes, &piece_);
+  error = shared_ ? pool->TakeExchange({groups_, ranks_, node_size_}, &piece_)
+                  : pool->Take(needed.bytes, &piece_);
   if (!error.empty()) return error;
   pool_ = pool;
   const uint64_t descriptor = Descriptor(shared_ ? 0 : CallOf(needed.hash));
