@@ -91,8 +91,7 @@ GPU_MATMULS = Variable(
     int,
     "0 or 1",
     "whether fused matmuls on GPUs are native without implementation='native', which "
-    "is not done before they have passed all tests on 2-D meshes; read when a function "
-    "is lowered",
+    "is not done before they are measured over NVLink; read when a function is lowered",
 )
 TUNING_DIR = Variable(
     "JAX_OVERLAP_TUNING_DIR",
