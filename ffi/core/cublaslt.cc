@@ -37,20 +37,9 @@ struct Loaded {
       function = reinterpret_cast<Function>(dlsym(library, name));
       if (function == nullptr) error = std::string(kName) + " has no " + name;
     };
-#define JO_CUBLASLT(name) find(functions.name, "cublasLt" #name)
-    JO_CUBLASLT(Create);
-    JO_CUBLASLT(GetVersion);
-    JO_CUBLASLT(Matmul);
-    JO_CUBLASLT(MatmulAlgoCheck);
-    JO_CUBLASLT(MatmulAlgoGetHeuristic);
-    JO_CUBLASLT(MatmulDescCreate);
-    JO_CUBLASLT(MatmulDescSetAttribute);
-    JO_CUBLASLT(MatmulPreferenceCreate);
-    JO_CUBLASLT(MatmulPreferenceDestroy);
-    JO_CUBLASLT(MatmulPreferenceSetAttribute);
-    JO_CUBLASLT(MatrixLayoutCreate);
-    JO_CUBLASLT(MatrixLayoutSetAttribute);
-#undef JO_CUBLASLT
+#define JO_FIND(name) find(functions.name, "cublasLt" #name);
+    JO_CUBLASLT_FUNCTIONS(JO_FIND)
+#undef JO_FIND
   }
 };
 

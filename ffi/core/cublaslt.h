@@ -9,21 +9,16 @@
 namespace jax_overlap {
 
 // The functions used here, as cublasLt.h has them without the prefix.
+#define JO_CUBLASLT_FUNCTIONS(f)                                                           \
+  f(Create) f(GetVersion) f(Matmul) f(MatmulAlgoCheck) f(MatmulAlgoGetHeuristic)           \
+      f(MatmulDescCreate) f(MatmulDescSetAttribute) f(MatmulPreferenceCreate)              \
+          f(MatmulPreferenceDestroy) f(MatmulPreferenceSetAttribute) f(MatrixLayoutCreate) \
+              f(MatrixLayoutSetAttribute)
+
 struct CublasLt {
-#define JO_CUBLASLT(name) decltype(&cublasLt##name) name
-  JO_CUBLASLT(Create);
-  JO_CUBLASLT(GetVersion);
-  JO_CUBLASLT(Matmul);
-  JO_CUBLASLT(MatmulAlgoCheck);
-  JO_CUBLASLT(MatmulAlgoGetHeuristic);
-  JO_CUBLASLT(MatmulDescCreate);
-  JO_CUBLASLT(MatmulDescSetAttribute);
-  JO_CUBLASLT(MatmulPreferenceCreate);
-  JO_CUBLASLT(MatmulPreferenceDestroy);
-  JO_CUBLASLT(MatmulPreferenceSetAttribute);
-  JO_CUBLASLT(MatrixLayoutCreate);
-  JO_CUBLASLT(MatrixLayoutSetAttribute);
-#undef JO_CUBLASLT
+#define JO_DECLARE(name) decltype(&cublasLt##name) name;
+  JO_CUBLASLT_FUNCTIONS(JO_DECLARE)
+#undef JO_DECLARE
 
   // Loads it once, from the path or by its name; null, with an error text, if that fails.
   static const CublasLt* Get(std::string* error);
