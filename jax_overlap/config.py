@@ -28,6 +28,12 @@ def _positive_int(text: str) -> int:
     return value
 
 
+def _switch(text: str) -> int:
+    if text not in ("0", "1"):
+        raise ValueError
+    return int(text)
+
+
 @dataclasses.dataclass(frozen=True)
 class Variable:
     """An environment variable: its parser, its default and what it is for."""
@@ -88,7 +94,7 @@ PSUM_MAX_BYTES = Variable(
 GPU_MATMULS = Variable(
     "JAX_OVERLAP_GPU_MATMULS",
     0,
-    int,
+    _switch,
     "0 or 1",
     "whether fused matmuls on GPUs are native without implementation='native', which "
     "is not done before they are measured over NVLink; read when a function is lowered",
