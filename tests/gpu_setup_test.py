@@ -175,12 +175,14 @@ class Agreement(absltest.TestCase):
 
     def test_settings_have_to_be_alike(self):
         same = {"abi": 1, "heap": 5, "limit": 60.0, "node": None, "most": 9}
-        same["nvshmem"] = [3, 4, 5]
+        same |= {"matmuls": 0, "nvshmem": [3, 4, 5]}
         self.assertEqual(_heaps._difference({0: same, 1: dict(same)}), "")
         why = _heaps._difference({0: same, 1: same | {"heap": 6}})
         self.assertEqual(
             why, "JAX_OVERLAP_HEAP_BYTES differs between processes: {0: 5, 1: 6}"
         )
+        why = _heaps._difference({0: same, 1: same | {"matmuls": 1}})
+        self.assertIn("JAX_OVERLAP_GPU_MATMULS differs", why)
 
     def test_there_is_one_try(self):
         local = mock.patch.object(jax, "local_devices", return_value=[])
