@@ -37,9 +37,7 @@ class Session {
     if (broken_ || !link_.failed()) return;
     if (SpeaksFor(-1)) {
       uint64_t* const revoked = &call_.layout.revoked[link_.rank()].value;
-      asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(link_.At(revoked, threadIdx.x)),
-                   "l"(uint64_t{1})
-                   : "memory");
+      P2pLink::StoreReleased(link_.At(revoked, threadIdx.x), 1);
     }
     if (threadIdx.x == 0) {
       call_.layout.broken->value = 1;
@@ -56,12 +54,6 @@ class Session {
   const uint64_t epoch_;
   bool broken_;
 };
-
-__device__ uint64_t Acquired(const uint64_t* word) {
-  uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
-}
 
 __global__ void Begin(const __grid_constant__ ExchangeCall a, int half, bool first) {
   __shared__ Status status;
@@ -100,7 +92,7 @@ __global__ void Wait(const __grid_constant__ ExchangeCall a, int half, int peer)
     const Where where{static_cast<int>(threadIdx.x), kArrivedStep};
     s.link().WaitUnless(&a.layout.revoked[threadIdx.x].value, arrived,
                         (s.epoch() + 1) << kExchangeCallBits, where);
-    const uint64_t seen = Acquired(arrived);
+    const uint64_t seen = P2pLink::Acquired(arrived);
     if (!s.link().failed() && (seen & kExchangeCallMask) != a.call) {
       s.link().Fail(kMismatch, a.call, seen & kExchangeCallMask, where);
     }
@@ -120,7 +112,7 @@ __global__ void End(const __grid_constant__ ExchangeCall a, int half, bool last)
   const ExchangeHalf& h = a.layout.half[half];
   if (!s.broken() && s.SpeaksFor(-1)) {
     __threadfence_system();  // the slots were read before
-    const uint64_t revoked = Acquired(&a.layout.revoked[threadIdx.x].value);
+    const uint64_t revoked = P2pLink::Acquired(&a.layout.revoked[threadIdx.x].value);
     if (revoked != 0) s.link().Fail(kPeerFailed, 0, 1, {static_cast<int>(threadIdx.x), 0});
   }
   s.Settle();

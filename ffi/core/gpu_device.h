@@ -18,6 +18,16 @@ class CurrentDevice {
   int before_ = 0;
 };
 
+// Lets this thread allocate, and wait, while another one captures a graph.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // Random numbers, for what is only timed.
 void FillForTuning(char* memory, size_t bytes, cudaStream_t stream);
 

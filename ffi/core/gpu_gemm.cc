@@ -11,6 +11,7 @@
 #include "core/cublaslt.h"
 #include "core/gpu_device.h"
 #include "core/gpu_memory.h"
+#include "core/schedule.h"
 #include "core/tuning_cache.h"
 
 namespace jax_overlap {
@@ -63,16 +64,6 @@ bool FromHex(const std::string& text, cublasLtMatmulAlgo_t* algo) {
   }
   return true;
 }
-
-// Lets this thread allocate while another one captures a graph.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
 
 }  // namespace
 
@@ -271,8 +262,9 @@ std::optional<cublasLtMatmulAlgo_t> GpuGemm::State::Fastest(
   cudaStream_t stream;
   if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) return {};
   char* memory = nullptr;
-  const size_t at_w = (x + 255) / 256 * 256, at_c = at_w + (w + 255) / 256 * 256;
-  const size_t at_d = at_c + (c + 255) / 256 * 256, workspace = at_d + (d + 255) / 256 * 256;
+  constexpr size_t kAlign = 256;
+  const size_t at_w = RoundUp(x, kAlign), at_c = at_w + RoundUp(w, kAlign);
+  const size_t at_d = at_c + RoundUp(c, kAlign), workspace = at_d + RoundUp(d, kAlign);
   std::optional<cublasLtMatmulAlgo_t> best;
   if (cudaMallocAsync(reinterpret_cast<void**>(&memory), workspace + kWorkspaceBytes, stream) ==
       cudaSuccess) {

@@ -106,8 +106,7 @@ std::string AllocateHeap(int ordinal, size_t bytes, char** heap) {
 
 std::string ClearMemory(int ordinal, const std::vector<std::pair<char*, size_t>>& ranges) {
   const CurrentDevice current(ordinal);
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  cudaThreadExchangeStreamCaptureMode(&mode);
+  const RelaxedCapture relaxed;
   cudaStream_t stream = nullptr;  // does not wait for the others
   cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
   for (const auto& [begin, bytes] : ranges) {
@@ -115,7 +114,6 @@ std::string ClearMemory(int ordinal, const std::vector<std::pair<char*, size_t>>
   }
   if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
   if (stream != nullptr) cudaStreamDestroy(stream);
-  cudaThreadExchangeStreamCaptureMode(&mode);
   return error == cudaSuccess ? "" : Text("clearing the symmetric heap failed", ordinal, error);
 }
 

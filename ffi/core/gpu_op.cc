@@ -90,7 +90,7 @@ std::string GpuSite::Take(const std::function<Need(size_t)>& need) {
 }
 
 uint64_t GpuSite::CallOf(uint64_t hash) const {
-  hash = Mixed(0xcbf29ce484222325ull, hash);
+  hash = Mixed(kHashSeed, hash);
   for (const char c : what_) hash = Mixed(hash, static_cast<unsigned char>(c));
   return hash;
 }

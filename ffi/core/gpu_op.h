@@ -13,6 +13,7 @@
 #include "core/gpu_channel.h"
 #include "core/gpu_team.h"
 #include "core/handler.h"
+#include "core/hash.h"
 #include "core/status.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -82,13 +83,5 @@ class GpuSite {
 // The text of an earlier error that nobody has acknowledged, which fails an execution; or
 // an empty one.
 std::string UnacknowledgedOnGpu();
-
-// Mixes a word into a hash.
-inline uint64_t Mixed(uint64_t hash, uint64_t word) {
-  for (int byte = 0; byte < 8; ++byte) {
-    hash = (hash ^ (word >> 8 * byte & 0xff)) * 0x100000001b3ull;  // FNV-1a
-  }
-  return hash;
-}
 
 }  // namespace jax_overlap

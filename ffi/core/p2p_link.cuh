@@ -87,24 +87,32 @@ class P2pLink {
   __device__ void Signal(uint64_t* mine, int peer, uint64_t value) const {
     SignalAt(At(mine, peer), peer, value);
   }
+  // A flag, whatever has failed.
+  static __device__ uint64_t Acquired(const uint64_t* flag) {
+    uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+    return value;
+  }
+  static __device__ void StoreReleased(uint64_t* flag, uint64_t value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+  }
+
   // `theirs` is the peer's.
   __device__ void SignalAt(uint64_t* theirs, int, uint64_t value) const {
     if (failed()) return;
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(theirs), "l"(value) : "memory");
+    StoreReleased(theirs, value);
   }
   __device__ void Wait(const uint64_t* mine, uint64_t value, Where where) {
     uint64_t seen;
     do {
-      asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(mine) : "memory");
+      seen = Acquired(mine);
     } while (seen < value && !Expired(value, seen, where));
   }
   // The same, unless the peer says that it has failed and nothing will come.
   __device__ void WaitUnless(const uint64_t* revoked, const uint64_t* mine, uint64_t value,
                              Where where) {
     for (;;) {
-      uint64_t gone, seen;
-      asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(gone) : "l"(revoked) : "memory");
-      asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(mine) : "memory");
+      const uint64_t gone = Acquired(revoked), seen = Acquired(mine);
       if (seen >= value || Expired(value, seen, where)) return;
       if (gone != 0) return Fail(kPeerFailed, value, seen, where);
     }

@@ -9,12 +9,14 @@
 #include <fstream>
 #include <utility>
 
+#include "core/hash.h"
+
 namespace jax_overlap {
 namespace {
 
 std::string Checksum(const std::string& text) {
-  uint64_t hash = 0xcbf29ce484222325ull;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ull;
+  uint64_t hash = kHashSeed;
+  for (const char c : text) hash = MixedByte(hash, static_cast<unsigned char>(c));
   char digits[17];
   std::snprintf(digits, sizeof(digits), "%016llx", static_cast<unsigned long long>(hash));
   return digits;

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/gpu_device.h"
-#include "core/gpu_op.h"
+#include "core/hash.h"
 
 namespace jax_overlap {
 namespace {

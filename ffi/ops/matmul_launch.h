@@ -34,6 +34,8 @@ struct MatmulSpec {
 };
 
 static_assert(kMatmulStreams == 1 + GpuLane::kStreams, "a stream for each");
+static_assert(kHalves == ExchangeLayout::kHalves,
+              "the sets of slots of a program are those there are");
 
 class MatmulLaunches {
  public:

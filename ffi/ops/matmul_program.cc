@@ -9,8 +9,6 @@ constexpr int64_t kReduceRows = 256;
 // Rows of a round are whole tiles of a product.
 constexpr int64_t kRoundRows = 128;
 
-int64_t Ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 }  // namespace
 
 // ------------------------------------------------------------------------ parts
@@ -105,15 +103,15 @@ std::vector<MatmulProgram::Round> MatmulProgram::Rounds(int64_t blocks, int64_t 
   std::vector<Round> rounds;
   int64_t fit = cols == 0 ? rows : slot_ / cols;  // rows of a round
   if (fit == 0) return rounds;
-  if (least > 1) fit = std::min(fit, std::max(kReduceRows, Ceil(blocks * rows, least)));
+  if (least > 1) fit = std::min(fit, std::max<int64_t>(kReduceRows, CeilDiv(blocks * rows, least)));
   if (fit >= rows) {
     const int64_t n = std::min(blocks, fit / std::max<int64_t>(rows, 1));
     for (int64_t b = 0; b < blocks; b += n) rounds.push_back({b, std::min(n, blocks - b), 0, rows});
     return rounds;
   }
   // As few rounds as the slot allows, of about the same size.
-  int64_t n = Ceil(rows, Ceil(rows, fit));
-  if (const int64_t tiles = Ceil(n, kRoundRows) * kRoundRows; tiles <= fit) n = tiles;
+  int64_t n = CeilDiv(rows, CeilDiv(rows, fit));
+  if (const int64_t tiles = RoundUp(n, kRoundRows); tiles <= fit) n = tiles;
   for (int64_t b = 0; b < blocks; ++b) {
     for (int64_t r = 0; r < rows; r += n) rounds.push_back({b, 1, r, std::min(n, rows - r)});
   }

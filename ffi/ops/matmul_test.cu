@@ -17,18 +17,12 @@
 #include <string>
 #include <vector>
 
+#include "core/cuda_testing.h"
 #include "core/gpu_device.h"
-#include "core/testing.h"
 #include "ops/all_gather_matmul.h"
 #include "ops/matmul_launch.h"
 #include "ops/matmul_reduce_scatter.h"
 #include "ops/matmul_test.h"
-
-#define JO_CUDA(call)                                                              \
-  do {                                                                             \
-    const cudaError_t error = (call);                                              \
-    JO_CHECK_IN(error == cudaSuccess, "%s: %s", #call, cudaGetErrorString(error)); \
-  } while (0)
 
 namespace jax_overlap {
 namespace {

@@ -11,16 +11,10 @@
 #include <cstring>
 #include <vector>
 
+#include "core/cuda_testing.h"
 #include "core/p2p_link.cuh"
 #include "core/test_data.h"
-#include "core/testing.h"
 #include "ops/psum_kernel.cuh"
-
-#define JO_CUDA(call)                                                              \
-  do {                                                                             \
-    const cudaError_t error = (call);                                              \
-    JO_CHECK_IN(error == cudaSuccess, "%s: %s", #call, cudaGetErrorString(error)); \
-  } while (0)
 
 namespace jax_overlap {
 namespace {
