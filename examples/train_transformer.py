@@ -2,6 +2,8 @@
 
     python examples/train_transformer.py --out out/demo
 
+Or over GPUs, or processes: examples/devices.py says how.
+
 A decoder-only transformer in Flax nnx learns English from the documentation inside
 the Python installation, so there is nothing to download. Its attention and MLP layers
 are those of `jax_overlap.flax.nnx`: each of the devices holds a quarter (by default)
@@ -13,19 +15,21 @@ of the heads and of the hidden features. Three of them are trained from the same
   `jax_overlap.all_gather_matmul` and `jax_overlap.matmul_reduce_scatter`.
 
 Their loss curves have to agree. The last model goes through an Orbax checkpoint and
-writes some text of its own.
+writes some text of its own. `--forms` and `--collectives` choose other models.
 
 Written to --out: `training.png` (loss and time a step of all runs), `losses.csv`,
 and the folder `checkpoint`.
 """
 
 import argparse
-import os
 import pathlib
 import re
 import sys
 import sysconfig
 from importlib import import_module
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import devices
 
 # The losses of the first steps may differ by this much: the sums round alike in nearly
 # all elements, and training amplifies what is left.
@@ -38,8 +42,11 @@ FORMS = {
     "sequence_parallel": {"sequence_parallel": True},
     "sequence_parallel_xla": {"sequence_parallel": True, "collectives": "xla"},
 }
-
-DEVICES_FLAG = "--xla_force_host_platform_device_count"
+COLLECTIVES = {
+    "overlap": [f for f, told in FORMS.items() if "collectives" not in told],
+    "xla": [f for f, told in FORMS.items() if "collectives" in told],
+    "both": list(FORMS),
+}
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
@@ -47,9 +54,9 @@ def parse_arguments(argv=None) -> argparse.Namespace:
         description="Trains a small tensor-parallel character transformer.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    whole = {"type": positive, "metavar": "N"}
+    whole = {"type": devices.positive, "metavar": "N"}
+    devices.add_argument(parser)
     parser.add_argument("--steps", default=200, help="training steps", **whole)
-    parser.add_argument("--devices", default=4, help="ranks of the model", **whole)
     parser.add_argument("--layers", default=4, help="transformer blocks", **whole)
     parser.add_argument("--width", default=256, help="features of a token", **whole)
     parser.add_argument("--heads", default=8, help="attention heads", **whole)
@@ -57,7 +64,8 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--window", default=64, help="characters a window", **whole)
     parser.add_argument("--sample", default=400, help="characters to write", **whole)
     parser.add_argument("--seed", default=0, type=int, help="of weights and batches")
-    parser.add_argument(
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
         "--forms",
         nargs="+",
         choices=tuple(FORMS),
@@ -65,28 +73,18 @@ def parse_arguments(argv=None) -> argparse.Namespace:
         help="models to train; the losses of the others are compared with the first's",
         metavar="FORM",
     )
+    chosen.add_argument(
+        "--collectives",
+        choices=tuple(COLLECTIVES),
+        default=argparse.SUPPRESS,
+        help="all forms with ours, with those of XLA, or with both",
+    )
     parser.add_argument("--text", help="a text file to learn instead", metavar="FILE")
     parser.add_argument("--out", default="out/demo", help="folder", metavar="DIR")
-    return parser.parse_args(argv)
-
-
-def positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return value
-
-
-def set_up_devices(count: int) -> None:
-    """Makes `count` CPU devices; JAX reads this when it starts, so it comes first."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if DEVICES_FLAG not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}={count}".strip()
-    else:
-        count = max(count, int(re.findall(rf"{DEVICES_FLAG}=(\d+)", flags)[-1]))
-    # XLA sizes its thread pools by this; with few threads, collectives starve.
-    threads = os.environ.get("NPROC", "")
-    os.environ["NPROC"] = str(max(int(threads or 0), 2 * count))
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    args = parser.parse_args(argv)
+    if "collectives" in args:
+        args.forms = COLLECTIVES[args.collectives]
+    return args
 
 
 def python_documentation() -> tuple[str, list[str]]:
@@ -141,7 +139,7 @@ def compare(runs: dict, labels: dict) -> None:
                     f"{theirs[step]:.6f}); at most {TOLERANCE:g} is allowed in the "
                     f"first {COMPARED_STEPS} steps."
                 )
-        print(
+        devices.say(
             f"The losses of {labels[kind]} and {labels[first]} agree: largest "
             f"difference {max(gaps):.2g} in the first {len(gaps)} steps (allowed: "
             f"{TOLERANCE:g})."
@@ -151,30 +149,29 @@ def compare(runs: dict, labels: dict) -> None:
 def main(argv=None) -> None:
     args = parse_arguments(argv)
     text, files = read_text(args.text, args.window)
-    print(f"Text: {len(text):,} characters from")
-    for file in files:
-        print(f"  {file}")
-    set_up_devices(args.devices)
-    sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    devices.set_up(args)
     transformer = import_module("transformer")  # imports jax
     report = import_module("transformer_report")
 
+    devices.say(f"Text: {len(text):,} characters from")
+    for file in files:
+        devices.say(f"  {file}")
     out = pathlib.Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     kinds = list(dict.fromkeys(args.forms))
     trainer = transformer.Trainer(args, text, FORMS)
     for kind in kinds:
-        print(f"{report.LABELS[kind]}, forward: {trainer.describe(kind)}")
+        devices.say(f"{report.LABELS[kind]}, forward: {trainer.describe(kind)}")
     runs = trainer.train(kinds)
     for kind, run in runs.items():
-        print(f"{report.LABELS[kind]}: {report.summary(run)}")
-    report.write(runs, out)
+        devices.say(f"{report.LABELS[kind]}: {report.summary(run)}")
+    if devices.writes():
+        report.write(runs, out)
     compare(runs, report.LABELS)
     last = kinds[-1]
     model = trainer.through_checkpoint(runs[last].model, last, out)
-    print(f"\nThe model writes:\n{'-' * 72}")
-    print(trainer.sample(model, args.sample))
-    print("-" * 72)
+    sample = trainer.sample(model, args.sample)
+    devices.say(f"\nThe model writes:\n{'-' * 72}\n{sample}\n{'-' * 72}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ TINY = (
 )
 # The example sets up its devices itself.
 FRESH = {"XLA_FLAGS": None, "NPROC": None, "JAX_PLATFORMS": None}
+# To compile takes nearly all of the time.
+QUICK = {**FRESH, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 class TrainTransformer(absltest.TestCase):
@@ -22,8 +24,8 @@ class TrainTransformer(absltest.TestCase):
         self.addCleanup(folder.cleanup)
         self.out = pathlib.Path(folder.name)
 
-    def run_example(self, *argv, env=FRESH):
-        argv = (str(EXAMPLE), *TINY, "--out", str(self.out), *argv)
+    def run_example(self, *argv, env=QUICK, before=()):
+        argv = (*before, str(EXAMPLE), *TINY, "--out", str(self.out), *argv)
         child = tools.run_child(*argv, env=env, limit=120)
         self.assertFalse(child.timed_out, child.err)
         return child
@@ -34,7 +36,7 @@ class TrainTransformer(absltest.TestCase):
         return str(path)
 
     def test_all_forms(self):
-        child = self.run_example()
+        child = self.run_example(env=FRESH)
         self.assertEqual(child.code, 0, child.err)
         self.assertIn("topics.py", child.out)
         self.assertEqual(child.out.count("and jax.lax, all-reduce agree"), 2)
@@ -60,7 +62,7 @@ class TrainTransformer(absltest.TestCase):
         forms = ("sequence_parallel_xla", "sequence_parallel")
         child = self.run_example(
             *("--forms", *forms, "--devices", "2", "--text", path),
-            env={**FRESH, "XLA_FLAGS": flags},
+            env={**QUICK, "XLA_FLAGS": flags},
         )
         self.assertEqual(child.code, 0, child.err)
         self.assertIn(path, child.out)
@@ -91,6 +93,51 @@ class TrainTransformer(absltest.TestCase):
         self.assertNotEqual(child.code, 0)
         self.assertIn("--window 18 is not divisible by --devices 4", child.err)
         self.assertIn("Use 20, or only", child.err)
+
+    def test_processes(self):
+        """One form, as training takes long to compile; the first process writes."""
+        launch = ("-m", "jax_overlap.testing.launch", "-n", "2", "--cpu", "--")
+        argv = ("--forms", "sequence_parallel", "--steps", "2", "--sample", "2")
+        child = self.run_example(*argv, before=(*launch, "python"))
+        self.assertEqual(child.code, 0, child.out + child.err)
+        self.assertEqual(child.out.count("and restored:"), 1)
+        self.assertIn("The model writes:", child.out)
+        self.assertTrue((self.out / "checkpoint").is_dir())
+        rows = (self.out / "losses.csv").read_text().split()
+        self.assertEqual((rows[0], len(rows)), ("step,sequence_parallel", 3))
+        child = self.run_example("--devices", "1", before=(*launch, "python"))
+        self.assertEqual(child.code, 1)
+        self.assertIn("--devices 1: there are 2 ranks, each a process", child.err)
+
+    def test_arguments(self):
+        """--collectives chooses forms, and JAX_PLATFORMS the devices."""
+        program = f"""
+import argparse, os, sys
+sys.path.insert(0, {str(EXAMPLE.parent)!r})
+import devices, train_transformer as t
+forms = lambda *argv: t.parse_arguments(argv).forms
+assert forms() == ["xla", "all_reduce", "sequence_parallel"]
+assert forms("--collectives", "overlap") == ["all_reduce", "sequence_parallel"]
+assert forms("--collectives", "xla") == ["xla", "sequence_parallel_xla"]
+assert forms("--collectives", "both") == list(t.FORMS)
+os.environ["JAX_PLATFORMS"] = "cuda"
+import jax
+jax.device_count = lambda: 3
+jax.process_count = lambda: 1
+for given, count in (({{}}, 3), ({{"devices": 2}}, 2)):
+    devices.set_up(args := argparse.Namespace(**given))
+    assert args.devices == count, args
+assert os.environ["JAX_OVERLAP_GPU_MATMULS"] == "1"
+assert not {{"XLA_FLAGS", "NPROC"}} & set(os.environ)
+try:
+    devices.set_up(argparse.Namespace(devices=4))
+except SystemExit as e:
+    assert "--devices 4: JAX has only 3, as JAX_PLATFORMS='cuda'" in str(e), e
+    print("all right")
+"""
+        child = tools.run_child("-c", program, env=FRESH)
+        self.assertEqual(child.code, 0, child.err)
+        self.assertIn("all right", child.out)
 
     def test_losses_that_differ(self):
         """The comparison can fail."""
