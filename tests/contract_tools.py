@@ -103,8 +103,8 @@ def custom_calls(hlo: str, target: str) -> int:
     return len(re.findall(f'custom_call_target="{re.escape(target)}"', hlo))
 
 
-_COLLECTIVE = re.compile(
-    r"= (\S+|\([^=]*?\)) (all-reduce|all-gather|reduce-scatter|all-to-all|"
+_COLLECTIVE = re.compile(  # a long tuple has comments: (f32[2], /*index=5*/f32[3])
+    r"= (\S+|\((?:[^=]|index=)*?\)) (all-reduce|all-gather|reduce-scatter|all-to-all|"
     r"collective-permute|collective-broadcast)(?:-start)?\("
 )
 

@@ -129,7 +129,7 @@ class Batching(OnFourRanks):
             self.op.operands(layout, 6, np.float32, self.seed + i) for i in range(3)
         ]
         together = tuple(np.stack(group, 1) for group in zip(*batch, strict=True))
-        got = jax.jit(
+        program = jax.jit(
             tools.stacked(
                 lambda *a: jax.vmap(
                     lambda *b: self.call(*b, axis_name=("v", "x")), axis_name="v"
@@ -137,7 +137,9 @@ class Batching(OnFourRanks):
                 layout,
                 check_vma=False,
             )
-        )(*tools.place(together, layout))
+        )
+        self.need_lax_for(program, *together)
+        got = program(*tools.place(together, layout))
         # Rank (v, x): "v" is major, so stack the teams that way.
         flat = tuple(np.concatenate(group) for group in zip(*batch, strict=True))
         wanted = np.asarray(self.op.reference(*(tools.wide(a) for a in flat)))

@@ -16,6 +16,7 @@ import numpy as np
 from contract_devices import Layout, alone, line
 from contract_tools import BF16, F16
 from jax import lax
+from matmul_descriptions import BY_PSUM, ON_GPU
 from op_contract import TAKES_NO_ELEMENTS, Contract, named
 
 import jax_overlap
@@ -99,6 +100,7 @@ class MatmulForms(Contract):
     )
     takes_groups = True
     adds_ranks = True  # so that sums have the products of all ranks
+    rounds_ranks = ON_GPU  # before these are added
 
     def call(self, x, *ws, axis_name="x", **options):
         w = ws if len(ws) > 1 else ws[0]
@@ -185,8 +187,12 @@ class MatmulForms(Contract):
 
         Results are linear in each operand that they need, so a gradient g is right if
         <g, v> = <ct, op(v)> for any other operand v; some random ones tell it.
+
+        A result that all ranks share gets a cotangent that they share, the sum of
+        theirs, by our psum: else JAX adds them, by its own (`need_lax_to_transpose`).
         """
         layout, algorithm = line(RANKS), self.op.algorithms[which]
+        shares = check_vma and self.op.invariant
         calls = (
             functools.partial(self.call, algorithm=algorithm),
             functools.partial(self.lax, axis_name="x"),
@@ -195,7 +201,7 @@ class MatmulForms(Contract):
         def both(forms):
             return [
                 tools.stacked(
-                    functools.partial(self.derivatives, call, forms),
+                    functools.partial(self.derivatives, call, forms, shares),
                     layout,
                     check_vma=check_vma,
                 )
@@ -252,9 +258,10 @@ class MatmulForms(Contract):
         for name, got in processes.added(self.id(), mine).items():
             self.assertEqual(got, products[name][1], f"form, operand, seed: {name}")
 
-    def derivatives(self, call, forms, data, cts):
+    def derivatives(self, call, forms, shares, data, cts):
         """Value, JVP and gradients of each form."""
         out = []
+        cts = jax_overlap.psum(cts, "x") if shares else cts
         for operands, ct, (_, options) in zip(data, cts, forms, strict=True):
             of = functools.partial(call, **options)
 
@@ -319,11 +326,16 @@ class MatmulForms(Contract):
         plans = jax_overlap.explain(fn, *operands)
         placed = tools.place(operands, line(RANKS))
         hlo = jax.jit(fn).lower(*placed).compile().as_text()
-        native = [p.op for p in plans if p.implementation == "native"]
-        self.assertIn(self.op.name, native)
-        for op in {"all_gather", "all_gather_matmul", *native} - {*unused}:
+        native = [p for p in plans if p.implementation == "native"]
+        self.assertIn(self.op.name, [p.op for p in native])
+        called = [
+            "psum" if p.algorithm == BY_PSUM else p.op
+            for p in native
+            if p.op not in unused
+        ]
+        for op in {"all_gather", "all_gather_matmul", *called}:
             found = tools.custom_calls(hlo, f"jax_overlap.{op}")
-            self.assertEqual(found, native.count(op), op)
+            self.assertEqual(found, called.count(op), op)
         return [p.op for p in plans]
 
     # Groups.

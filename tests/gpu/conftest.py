@@ -20,11 +20,13 @@ _SKIPPED = cpu_devices.ON_CPU and not _ON_CPU  # nothing is imported for that
 
 if not _SKIPPED:
     # Before any backend starts. A GPU may be shared with the other ranks, and with the
-    # processes that psum_faults_test.py starts.
+    # processes that the tests of faults start.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    # Large sums are left to NCCL, which refuses ranks that share a GPU: here none is.
+    # Large sums are left to NCCL: here none is.
     os.environ.setdefault("JAX_OVERLAP_PSUM_MAX_BYTES", str(1 << 30))
     os.environ.setdefault("JAX_OVERLAP_GPU_MATMULS", "1")
+    # All is small here, and is to be fused but where a test says otherwise.
+    os.environ.setdefault("JAX_OVERLAP_BY_PSUM_MAX_BYTES", "0")
     # A rank that is stuck ends by its own limits, with a text.
     jax_overlap.testing.initialize(heartbeat_timeout_s=300)
 

@@ -1,11 +1,10 @@
 """The last rank lives, but does not call: never (argument "ever"), or not "again"."""
 
-import sys
 import time
 
-from fault_tools import LAST, RANK, SLACK_S, WAIT_S, assert_fails, works
+from fault_tools import ARGS, LAST, RANK, SLACK_S, WAIT_S, assert_fails, works
 
-again = sys.argv[1] == "again"
+again = ARGS == ["again"]
 if again:
     works()
 if RANK == LAST:

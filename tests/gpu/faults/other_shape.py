@@ -3,11 +3,13 @@
 With the argument "again" after a call that was right, else as the first one.
 """
 
-import sys
+from fault_tools import ARGS, LAST, RANK, assert_fails, meet, program, works
 
-from fault_tools import LAST, RANK, assert_fails, works
-
-again = sys.argv[1] == "again"
+again = ARGS == ["again"]
 if again:
     works()
-assert_fails(size=1500 if RANK == LAST else 700, recorded=again)
+size = 1500 if RANK == LAST else 700
+if not again:
+    program(size)
+    meet()
+assert_fails(size, recorded=again)

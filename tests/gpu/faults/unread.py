@@ -4,15 +4,14 @@ Rank 0 exits at once (argument "soon") or when the error is there ("late"): not 
 exit code 0, either way.
 """
 
-import sys
 import time
 
-from fault_tools import LAST, RANK, SLACK_S, WAIT_S, operand, program, works
+from fault_tools import ARGS, LAST, RANK, SLACK_S, WAIT_S, operand, program, works
 
 works()
 if RANK == LAST:
     time.sleep(WAIT_S + SLACK_S)
 else:
-    program(operand(1000))
-    if sys.argv[1] == "late":
+    program(1000)(operand(1000))
+    if ARGS == ["late"]:
         time.sleep(WAIT_S + 2)
