@@ -59,7 +59,7 @@ class Rows(parameterized.TestCase):
         self.assertEqual(set(row["us_a_call"]), {"ours", "matmul"})
         self.assertNotIn("efficiency", row)
         self.assertEqual(row["peers"]["xla_windowed"]["error"], "ranks share a GPU")
-        self.assertIn("which NCCL refuses", out)
+        self.assertIn("where NCCL is slow", out)
 
     @parameterized.product(op=MATMULS, shared=(False, True))
     def test_a_wrong_value_is_no_time(self, op, shared):

@@ -59,9 +59,12 @@ def write_hashes(of: str, lines: list[str]) -> None:
 
 @functools.cache
 def lax_runs() -> bool:
-    """Whether XLA's own collectives run: NCCL refuses two ranks on one GPU."""
+    """Whether XLA's own collectives run: NCCL refuses two ranks on one GPU of a host.
+
+    Those of launch.py say that they are of several.
+    """
     count = jax.process_count()
-    if count == 1 or jax.default_backend() == "cpu":
+    if count == 1 or jax.default_backend() == "cpu" or "NCCL_HOSTID" in os.environ:
         return True
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return len(set(gather("gpus", gpu.encode()))) == count

@@ -174,6 +174,8 @@ class Environment(Launch):
         "JAX_PLATFORMS",
         "XLA_FLAGS",
         "PYTHONFAULTHANDLER",
+        "NCCL_HOSTID",
+        "NCCL_NET",
         "MINE",
     )
 
@@ -216,6 +218,7 @@ class Environment(Launch):
             self.assertEqual(seen["CUDA_VISIBLE_DEVICES"], str(rank))
             self.assertIsNone(seen["XLA_PYTHON_CLIENT_PREALLOCATE"])
             self.assertIsNone(seen["CUDA_MPS_PIPE_DIRECTORY"])
+            self.assertIsNone(seen["NCCL_HOSTID"])
         self.assertEqual(self.mps_log(), [])
 
     def test_only_gpus_that_are_allowed(self):
@@ -240,6 +243,11 @@ class Environment(Launch):
             self.assertEqual(s["XLA_PYTHON_CLIENT_PREALLOCATE"], "false")
             self.assertIsNotNone(s["CUDA_MPS_LOG_DIRECTORY"])
             self.assertIsNone(s["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"])
+            self.assertEqual(s["NCCL_NET"], "Socket")
+        # For NCCL no two of a host have the same GPU.
+        hosts = [s["NCCL_HOSTID"] for s in seen]
+        self.assertLen(set(zip(hosts, given, strict=True)), 5)
+        self.assertLen(set(hosts), 3)
 
     def test_ranks_that_take_turns(self):
         path = self.gpus(1)

@@ -59,7 +59,7 @@ def run(op: str, args: argparse.Namespace, variants: dict[str, dict]) -> list[di
             f"median of {args.rounds} rounds (least-most)"
         )
         if shared:
-            print("no jax.lax beside it: ranks share a GPU, which NCCL refuses")
+            print("no jax.lax beside it: ranks share a GPU, where NCCL is slow")
     for nbytes in args.sizes:
         for multiply in (False, True):
             rows.append(_row(op, mesh, nbytes, multiply, variants, baselines, args))

@@ -115,7 +115,7 @@ def run(op: Op, args: argparse.Namespace) -> list[dict]:
         f"ranks, median of {args.rounds} rounds (least-most)"
     )
     if shared:
-        say("no jax.lax beside it: ranks share a GPU, which NCCL refuses")
+        say("no jax.lax beside it: ranks share a GPU, where NCCL is slow")
     rows = []
     for shape in _wanted(op, args):
         rows.append(_row(op, mesh, shape, shared, args))
