@@ -247,6 +247,7 @@ def _start_processes(local):
             "limit": config.WAIT_TIMEOUT_S.read(),
             "node": config.NODE_SIZE.read(),
             "most": config.PSUM_MAX_BYTES.read(),
+            "by_psum": config.BY_PSUM_MAX_BYTES.read(),
             "matmuls": config.GPU_MATMULS.read(),
             "nvshmem": nvshmem and list(nvshmem.runtime_version()),
             "gpu": None if why else _cuda.ffi.device_name(local[0].local_hardware_id),
@@ -315,6 +316,7 @@ def _difference(everybody: dict) -> str:
         ("limit", config.WAIT_TIMEOUT_S.name),
         ("node", config.NODE_SIZE.name),
         ("most", config.PSUM_MAX_BYTES.name),
+        ("by_psum", config.BY_PSUM_MAX_BYTES.name),
         ("matmuls", config.GPU_MATMULS.name),
         ("nvshmem", "the version of NVSHMEM"),
     ):

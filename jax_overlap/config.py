@@ -28,6 +28,13 @@ def _positive_int(text: str) -> int:
     return value
 
 
+def _int_from_zero(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError
+    return value
+
+
 def _switch(text: str) -> int:
     if text not in ("0", "1"):
         raise ValueError
@@ -91,6 +98,14 @@ PSUM_MAX_BYTES = Variable(
     "a function is lowered",
 )
 
+BY_PSUM_MAX_BYTES = Variable(
+    "JAX_OVERLAP_BY_PSUM_MAX_BYTES",
+    2 << 20,
+    _int_from_zero,
+    "0 or a positive number of bytes",
+    "up to which size of what a rank adds, or gathers, fused matmuls on GPUs are a "
+    "matmul and a psum, 0 for none; read when a function is lowered",
+)
 GPU_MATMULS = Variable(
     "JAX_OVERLAP_GPU_MATMULS",
     0,
@@ -113,6 +128,7 @@ VARIABLES = (
     HEAP_BYTES,
     NODE_SIZE,
     PSUM_MAX_BYTES,
+    BY_PSUM_MAX_BYTES,
     GPU_MATMULS,
     TUNING_DIR,
 )

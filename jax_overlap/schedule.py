@@ -120,6 +120,7 @@ _IN_PLACE_SCATTER = (
     "rank r computes the {P} ranks' partial products of slice r, their operands read "
     "where they are, and accumulates them in rank order; nothing is sent"
 )
+_BY_PSUM = "rank r multiplies its operands; psum adds the {P} products on every rank"
 _WORDS = {
     ("psum", "one_shot"): (
         "every rank sends its operand to the {others}, in cells that carry their own "
@@ -155,6 +156,14 @@ _WORDS = {
         _IN_PLACE_SCATTER.replace(
             "nothing is sent", "it writes the sum to all {P} results"
         )
+    ),
+    ("matmul_reduce_scatter", "by_psum"): (
+        _BY_PSUM + ", in rank order within a node, and rank r keeps part r"
+    ),
+    ("matmul_all_reduce", "by_psum"): _BY_PSUM + ", in rank order within a node",
+    ("all_gather_matmul", "by_psum"): (
+        "psum gathers the {P} ranks' slices, as each adds zeros to those of the "
+        "{others}; then rank r multiplies all"
     ),
     ("all_gather_matmul", "sliced"): (
         "own slice first: rank r computes slices r, r-1, .., r+1 (mod {P}), while its "

@@ -175,7 +175,7 @@ class Agreement(absltest.TestCase):
 
     def test_settings_have_to_be_alike(self):
         same = {"abi": 1, "heap": 5, "limit": 60.0, "node": None, "most": 9}
-        same |= {"matmuls": 0, "nvshmem": [3, 4, 5]}
+        same |= {"by_psum": 9, "matmuls": 0, "nvshmem": [3, 4, 5]}
         self.assertEqual(_heaps._difference({0: same, 1: dict(same)}), "")
         why = _heaps._difference({0: same, 1: same | {"heap": 6}})
         self.assertEqual(
@@ -183,6 +183,8 @@ class Agreement(absltest.TestCase):
         )
         why = _heaps._difference({0: same, 1: same | {"matmuls": 1}})
         self.assertIn("JAX_OVERLAP_GPU_MATMULS differs", why)
+        why = _heaps._difference({0: same, 1: same | {"by_psum": 0}})
+        self.assertIn("JAX_OVERLAP_BY_PSUM_MAX_BYTES differs", why)
 
     def test_there_is_one_try(self):
         local = mock.patch.object(jax, "local_devices", return_value=[])

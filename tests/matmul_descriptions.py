@@ -23,6 +23,7 @@ DTYPES = (np.float32, BF16, F16, np.float64)
 ON_GPU = not cpu_devices.ON_CPU
 ALGORITHMS = ("sliced",) if ON_GPU else ("in_place", "sliced")
 ALL_REDUCE_ALGORITHMS = ("sliced",) if ON_GPU else ("in_place",)
+BY_PSUM = "by_psum"  # on every backend, if asked for
 MANY = 200_003  # elements: "sliced" sends 4096 narrow rows at a time
 
 
@@ -42,21 +43,21 @@ def of_weight(x, ct):
     return turned(flat[0]) @ flat[1]
 
 
-def bound(reference, operands, k, adds_ranks, dtype):
+def bound(reference, operands, k, adds_ranks, dtype, rounds_ranks=ON_GPU):
     """How far the result of a matmul may be off; `reference` gives the right one.
 
     Of sums of products in fp32 (float64: in float64), rounded once at the end. k: how
     many products a rank adds, and adds_ranks: whether those of all ranks are added.
     Each has been rounded, and takes part in as many additions, in whatever order they
     are made. On GPUs tensor cores truncate, which counts four times, and what a rank
-    has added is rounded to the type of the result before it travels.
+    has added is rounded to the type of the result before it travels (rounds_ranks).
     """
     unit = ROUNDOFF[np.dtype(dtype)]
     adding = min(unit, 2.0**-24)
     absolute = reference(*map(np.abs, operands))
     rounded = unit * np.abs(reference(*operands))
     ranks = len(operands[0]) if adds_ranks else 1
-    if not ON_GPU:
+    if not rounds_ranks:
         return rounded + (ranks * k + 1) * adding * absolute
     off = rounded + 4 * (k + ranks) * adding * absolute
     for rank in range(ranks if ranks > 1 else 0):
@@ -70,11 +71,12 @@ def _only(rank, x, *ws):
     return np.where(mine, x, 0), *ws
 
 
-def _bound(reference, adds_ranks):
+def _bound(reference, adds_ranks, rounds_ranks=ON_GPU):
     """`bound` of an op."""
 
     def of(operands, dtype):
-        return bound(reference, operands, operands[1].shape[1], adds_ranks, dtype)
+        k = operands[1].shape[1]
+        return bound(reference, operands, k, adds_ranks, dtype, rounds_ranks)
 
     return of
 
@@ -92,6 +94,22 @@ def _sliced(op):
     """The op by the algorithm whose ranks wait for each other, in every test."""
     return dataclasses.replace(
         op, call=functools.partial(op.call, algorithm="sliced"), algorithms=()
+    )
+
+
+def _by_psum(op):
+    """The op by a matmul and a psum, in every test: each rank rounds what it has."""
+
+    def call(*operands, algorithm=BY_PSUM, **options):
+        return op.call(*operands, algorithm=algorithm, **options)
+
+    adds_ranks = op.name != "all_gather_matmul"
+    return dataclasses.replace(
+        op,
+        call=call,
+        called="psum",
+        algorithms=(BY_PSUM,),
+        bound=_bound(op.reference, adds_ranks, rounds_ranks=True),
     )
 
 
@@ -143,6 +161,7 @@ MATMUL_REDUCE_SCATTER_LAST = _reduce_scatter(2, _reduce_scatter_last_shapes)
 
 
 MATMUL_REDUCE_SCATTER_SLICED = _sliced(MATMUL_REDUCE_SCATTER)
+MATMUL_REDUCE_SCATTER_BY_PSUM = _by_psum(MATMUL_REDUCE_SCATTER)
 
 
 def _all_gather(dimension, shapes):
@@ -190,6 +209,7 @@ def _all_gather_last_shapes(team, size):
 ALL_GATHER_MATMUL = _all_gather(0, _all_gather_shapes)
 ALL_GATHER_MATMUL_LAST = _all_gather(2, _all_gather_last_shapes)
 ALL_GATHER_MATMUL_SLICED = _sliced(ALL_GATHER_MATMUL)
+ALL_GATHER_MATMUL_BY_PSUM = _by_psum(ALL_GATHER_MATMUL)
 
 
 def _all_reduce(x, w):
@@ -220,3 +240,4 @@ MATMUL_ALL_REDUCE = Op(
     dtypes=DTYPES,
     many=MANY,
 )
+MATMUL_ALL_REDUCE_BY_PSUM = _by_psum(MATMUL_ALL_REDUCE)

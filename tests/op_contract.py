@@ -73,10 +73,11 @@ class Op:
     mixes_with_vmap: bool = True  # lax takes an axis of vmap and one of devices at once
     switches: bool = False  # sizes, of operands and nodes, decide on the algorithm
     many: int = 2**20 + 3  # elements that travel in many chunks
+    called: str = ""  # the op whose handler it calls, if that is another one
 
     @property
     def target(self) -> str:
-        return f"jax_overlap.{self.name}"
+        return f"jax_overlap.{self.called or self.name}"
 
     def run(self, *operands, axis_name, algorithm):
         """`call`, by an algorithm if the op has several."""
@@ -201,12 +202,15 @@ class Contract(parameterized.TestCase):
         """Skips where XLA's own collectives do not run."""
         if not processes.lax_runs():
             self.skipping = True
-            self.skipTest("needs a GPU for each rank: NCCL refuses to share one")
+            self.skipTest("needs a GPU for each rank, or those of launch.py: for NCCL")
 
     def falls_back(self, fn, *operands) -> bool:
-        """Whether an op in `fn` is left to lax, as those without GPU code are there."""
+        """Whether an op in `fn` is left to lax, as those without GPU code are there.
+
+        Without a plan it was left to lax when `fn` was traced.
+        """
         plans = jax_overlap.explain(fn, *operands)
-        return any(plan.implementation == "lax" for plan in plans)
+        return not plans or any(plan.implementation == "lax" for plan in plans)
 
     def need_lax_for(self, fn, *operands):
         """Skips where XLA's own collectives do not run and `fn` falls back on them."""

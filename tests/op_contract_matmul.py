@@ -281,7 +281,8 @@ class Matmuls(MatmulForms):
             ]
 
         want = self.right([o for _, o in pairs.values()], [((), {})] * len(pairs))
-        kw = {"calls": len(pairs), "repeats": 1}
+        # Of psums that is one more, and one less where XLA finds two alike.
+        kw = {"calls": None if self.op.called else len(pairs), "repeats": 1}
         self.check(fn, line(RANKS), (x, w), want, check_vma=check_vma, **kw)
 
     def test_explain(self):
@@ -392,7 +393,8 @@ class Matmuls(MatmulForms):
             (options,) = (o for _, o in forms)
             wide = [a.astype(np.float64) for a in data[0]]
             right = lambda *a: np.asarray(self.numpy(*a, **options)[0])  # noqa: E731
-            off = bound(right, wide, 1000, self.adds_ranks, dtype)
+            rounds = self.rounds_ranks
+            off = bound(right, wide, 1000, self.adds_ranks, dtype, rounds)
             if dtype == np.float64:
                 off *= 2  # the oracle is off by as much itself
             want = [[Near(right(*wide), off, np.dtype(dtype))]]

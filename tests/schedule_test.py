@@ -293,6 +293,7 @@ class Words(parameterized.TestCase):
         *((op, "direct") for op in ("psum_scatter", "all_gather", "all_to_all")),
         *((op, "in_place") for op in MATMULS),
         *((op, "sliced") for op in MATMULS[:2]),
+        *((op, "by_psum") for op in MATMULS),
     )
 
     @parameterized.parameters(*ALGORITHMS)

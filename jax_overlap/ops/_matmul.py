@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 from jax_overlap import _compat, config
 from jax_overlap._plan import LEFT_TO_LAX, make_plan
-from jax_overlap.ops import _block, _collective
+from jax_overlap.ops import _block, _by_psum, _collective
 
 # Positions in x, w and the result of the dimension that is cut.
 CUT_IN_X = {"batch": 0, "rows": 2, "inner": 3}
@@ -25,7 +25,8 @@ CUT_IN_OUT = {"batch": 0, "rows": 2, "cols": 3}
 CUTS = {"rows": 0, "batch": 1, "cols": 2, "inner": 3}  # as in ffi/ops/matmul.h
 
 # As in ffi/ops/matmul_handler.h. GPUs have "sliced" alone.
-ALGORITHMS = {"in_place": 0, "sliced": 1}
+_HANDLED = {"in_place": 0, "sliced": 1}
+ALGORITHMS = (*_HANDLED, _by_psum.NAME)
 # Precisions, or the presets of algorithms, with which a GPU may round float32 to TF32.
 _TF32 = ("none", "default", "fastest", "bfloat16", "tensorfloat32", "tf32_tf32_f32")
 # Of the results of a call on GPUs (ffi/core/exchange.h).
@@ -153,13 +154,15 @@ def same_varying(axes, *arrays):
 
 
 # ------------------------------------------------------------------- primitives
-def make_primitive(op: str, reference, abstract_eval):
+def make_primitive(op: str, reference, abstract_eval, by_psum, summed_bytes):
     """A primitive on operands in the form, with what all three have alike.
 
     Args:
       op: the public name.
       reference: (*operands, **parameters) -> list of results, by `jax.lax`.
       abstract_eval: (*avals, **parameters) -> list of results' types.
+      by_psum: as `reference`, by our psum.
+      summed_bytes: (first operand, first result, ranks) -> what that psum adds.
     """
     primitive = core.Primitive(f"jax_overlap_{op}")
     primitive.multiple_results = True
@@ -171,8 +174,8 @@ def make_primitive(op: str, reference, abstract_eval):
         effects = {_compat.NamedAxisEffect(axis) for axis in axes}
         return abstract_eval(*avals, axes=axes, **params), effects
 
-    _collective.planners[primitive] = partial(_plan, op, abstract_eval)
-    lower = partial(_lower, op, primitive, reference)
+    _collective.planners[primitive] = partial(_plan, op, abstract_eval, summed_bytes)
+    lower = partial(_lower, op, primitive, reference, by_psum)
     mlir.register_lowering(primitive, lower)
     mlir.register_lowering(primitive, lower, platform="cpu")
     _collective.lower_on_gpu(primitive, lower)
@@ -203,28 +206,17 @@ def check_varying(op: str, avals, axes) -> frozenset:
     return varying
 
 
-def _plan(op, abstract_eval, avals, team, situation, **params):
-    axes, algorithm = params["axes"], params["algorithm"]
+def _plan(op, abstract_eval, summed_bytes, avals, team, situation, **params):
     results = abstract_eval(*avals, **params)
-    if situation.on_gpu:
-        asked = params["implementation"] == "native" or config.GPU_MATMULS.read()
-        chosen = (
-            _choose_on_gpu(algorithm, results, team, params.get("cut", ""))
-            if asked
-            else _NOT_ASKED
-        )
-    elif (op, algorithm) == ("matmul_all_reduce", "sliced"):
-        chosen = LEFT_TO_LAX, "algorithm='sliced' of matmul_all_reduce is for GPUs"
-    else:
-        chosen = (algorithm, f"algorithm={algorithm!r}") if algorithm else _IN_PLACE
+    summed = partial(summed_bytes, avals[0], results[0], team.ranks)
     plan = make_plan(
         op,
-        axes,
+        params["axes"],
         avals,
         team,
         situation,
         params["implementation"],
-        lambda nbytes: chosen,
+        lambda _: _choose(op, results, summed, team, situation, **params),
         no_elements=_all_empty(results) or _all_empty(avals[: params.get("xs", 1)]),
     )
     why = why_not_types(avals[0].dtype, results[0].dtype)
@@ -233,6 +225,46 @@ def _plan(op, abstract_eval, avals, team, situation, **params):
             plan, implementation="lax", algorithm=None, reason=why
         )
     return plan
+
+
+def _choose(
+    op,
+    results,
+    summed,
+    team,
+    situation,
+    *,
+    algorithm,
+    implementation,
+    axis_index_groups,
+    cut="",
+    **_,
+) -> tuple[str, str]:
+    """The algorithm, or LEFT_TO_LAX, and why; summed(): bytes, if by psum."""
+    asked = situation.on_gpu and (
+        implementation == "native" or config.GPU_MATMULS.read()
+    )
+    if chosen := _by_psum.choose(
+        summed(),
+        team,
+        situation,
+        algorithm=algorithm,
+        implementation=implementation,
+        groups=axis_index_groups,
+        # Nothing in it is new: psum on GPUs is native without being asked for.
+        by_choice=asked or op == "matmul_all_reduce",
+    ):
+        return chosen
+    note = ""
+    if algorithm == _by_psum.NAME:
+        algorithm, note = None, "by_psum takes no axis_index_groups; "
+    if situation.on_gpu:
+        chosen = _choose_on_gpu(algorithm, results, team, cut) if asked else _NOT_ASKED
+    elif (op, algorithm) == ("matmul_all_reduce", "sliced"):
+        chosen = LEFT_TO_LAX, "algorithm='sliced' of matmul_all_reduce is for GPUs"
+    else:
+        chosen = (algorithm, f"algorithm={algorithm!r}") if algorithm else _IN_PLACE
+    return chosen[0], note + chosen[1]
 
 
 _NOT_ASKED = (
@@ -267,7 +299,7 @@ def _all_empty(avals) -> bool:
     return all(a.size == 0 for a in avals)
 
 
-def _lower(op, primitive, reference, ctx, *operands, **params):
+def _lower(op, primitive, reference, by_psum, ctx, *operands, **params):
     team, plan = _collective.plan_lowering(ctx, primitive, params)
     if plan.implementation == "identity" and team.ranks != 1:  # no elements
         zeros = lambda *_: [jnp.zeros(a.shape, a.dtype) for a in ctx.avals_out]  # noqa: E731
@@ -279,6 +311,9 @@ def _lower(op, primitive, reference, ctx, *operands, **params):
             ctx, partial(reference, **{**params, **local}), operands, False
         )
     assert plan.algorithm is not None
+    if plan.algorithm == _by_psum.NAME:
+        by_psum = partial(by_psum, **params)
+        return _collective.lower_to_lax(ctx, by_psum, operands, False)
     xs = params.get("xs", 1)
     x, out = ctx.avals_in[0], ctx.avals_out[0]
     flags = np.array(params["transposed"], np.int64)
@@ -288,7 +323,7 @@ def _lower(op, primitive, reference, ctx, *operands, **params):
         team,
         params["axes"],
         operands,
-        algorithm=ALGORITHMS[plan.algorithm],
+        algorithm=_HANDLED[plan.algorithm],
         cut=CUTS[params.get("cut", "rows")],
         wide=x.dtype != out.dtype,
         # Shapes of x and of w [g, k, n], an operand after the other.

@@ -21,7 +21,13 @@ from jax import lax
 from jax.interpreters import ad, batching
 
 from jax_overlap import _compat
-from jax_overlap.ops import _block, _collective, _matmul, matmul_reduce_scatter
+from jax_overlap.ops import (
+    _block,
+    _by_psum,
+    _collective,
+    _matmul,
+    matmul_reduce_scatter,
+)
 from jax_overlap.ops._matmul_form import form_of
 from jax_overlap.ops.all_gather import all_gather_p
 from jax_overlap.ops.matmul_reduce_scatter import along_cut, zeros_for
@@ -54,6 +60,12 @@ def reference(
         for w, t in zip(ws, transposed, strict=True)
     ]
     return [*ys, x] if gathered else ys
+
+
+def by_psum(x, *ws, axes, axis_size, cut, **params):
+    """The same by our psum: ops/_by_psum.py."""
+    x = _by_psum.gathered(x, axes, _matmul.CUT_IN_X[cut], axis_size)
+    return reference(x, *ws, cut=cut, **params, axes=())
 
 
 def all_gather_matmul(
@@ -98,7 +110,11 @@ def all_gather_matmul(
         x (bytes of `x`) received by each rank.
       implementation: None, "native" or "reference", as in `jax_overlap.psum`.
       algorithm: None chooses; "in_place" or "sliced" forces one (see
-        `jax_overlap.explain`).
+        `jax_overlap.explain`); "by_psum" forces what takes the place of "sliced" on
+        GPUs while the gathered `x` is small (JAX_OVERLAP_BY_PSUM_MAX_BYTES): a
+        `jax_overlap.psum` gathers the bits of `x`, and then it is multiplied.
+        `jax_overlap.info` counts the psum, too, and errors name it. With
+        `axis_index_groups` it is as None.
 
     Returns:
       The result, or with several weights a tuple of results; with `return_gathered`
@@ -286,7 +302,11 @@ def _abstract_eval(x, *ws, axes, axis_size, cut, transposed, out_dtype, gathered
 
 
 all_gather_matmul_p = _matmul.make_primitive(
-    "all_gather_matmul", reference, _abstract_eval
+    "all_gather_matmul",
+    reference,
+    _abstract_eval,
+    by_psum,
+    summed_bytes=lambda x, y, ranks: _by_psum.gathered_bytes(x, ranks),
 )
 
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.interpreters import ad, batching
 
 from jax_overlap import _compat, _native
-from jax_overlap.ops import _block, _collective, _matmul
+from jax_overlap.ops import _block, _by_psum, _collective, _matmul
 from jax_overlap.ops import matmul_reduce_scatter as _scatter
 from jax_overlap.ops import psum as _psum
 from jax_overlap.ops._matmul_form import form_of
@@ -28,6 +28,11 @@ def reference(*operands, axes, **params):
     """The same by `jax.lax`, of operands in the form of ops/_matmul_form.py."""
     y = _scatter.local_sum(*operands, **params)
     return [lax.psum(y, axes) if axes else y]
+
+
+def by_psum(*operands, axes, **params):
+    """The same by our psum: ops/_by_psum.py."""
+    return [_by_psum.total(_scatter.local_sum(*operands, **params), axes)]
 
 
 def matmul_all_reduce(
@@ -59,8 +64,10 @@ def matmul_all_reduce(
         float32 products on CPU, and on GPUs by default TF32, as there.
       preferred_element_type: dtype of the result; default: that of the operands.
       implementation: None, "native" or "reference", as in `jax_overlap.psum`.
-      algorithm: None chooses; "in_place" and "sliced" force the one there is on CPU and
-        on GPUs.
+      algorithm: None chooses; "in_place" and "sliced" force the fused form that there
+        is on CPU and on GPUs; "by_psum" forces what small results (up to
+        JAX_OVERLAP_BY_PSUM_MAX_BYTES) have on GPUs: the matmul, then a
+        `jax_overlap.psum`, which `jax_overlap.info` counts, too, and errors name.
 
     Returns:
       `x @ w` summed over the axis. Under `check_vma=True` it no longer varies over
@@ -131,7 +138,11 @@ def _abstract_eval(*avals, axes, xs, transposed, out_dtype, invariant, **_):
 
 
 matmul_all_reduce_p = _matmul.make_primitive(
-    "matmul_all_reduce", reference, _abstract_eval
+    "matmul_all_reduce",
+    reference,
+    _abstract_eval,
+    by_psum,
+    summed_bytes=lambda x, y, ranks: y.size * y.dtype.itemsize,
 )
 
 

@@ -21,7 +21,7 @@ from jax import lax
 from jax.interpreters import ad, batching
 
 from jax_overlap import _compat
-from jax_overlap.ops import _block, _collective, _matmul
+from jax_overlap.ops import _block, _by_psum, _collective, _matmul
 from jax_overlap.ops._matmul_form import form_of
 from jax_overlap.ops.all_gather import all_gather_p
 
@@ -40,6 +40,12 @@ def reference(*operands, axes, axis_index_groups, cut, **params):
             tiled=True,
         )
     ]
+
+
+def by_psum(*operands, axes, axis_size, cut, **params):
+    """The same by our psum: ops/_by_psum.py."""
+    y = _by_psum.total(local_sum(*operands, **params), axes)
+    return [_by_psum.own_part(y, axes, _matmul.CUT_IN_OUT[cut], axis_size)]
 
 
 def local_sum(*operands, xs, transposed, out_dtype, precision, **_):
@@ -87,7 +93,11 @@ def matmul_reduce_scatter(
       axis_index_groups: list of lists of indices along the axis, as in `jax.lax`.
       implementation: None, "native" or "reference", as in `jax_overlap.psum`.
       algorithm: None chooses; "in_place" or "sliced" forces one (see
-        `jax_overlap.explain`).
+        `jax_overlap.explain`); "by_psum" forces what takes the place of "sliced" on
+        GPUs while the whole `x @ w` is small (JAX_OVERLAP_BY_PSUM_MAX_BYTES): the
+        matmul, then `jax_overlap.psum`, of which a rank keeps its part.
+        `jax_overlap.info` counts the psum, too, and errors name it. With
+        `axis_index_groups` it is as None.
 
     Returns:
       `x @ w` summed over the axis, with `scatter_dimension` divided by the axis size;
@@ -182,7 +192,11 @@ def _abstract_eval(*avals, axes, axis_size, cut, xs, transposed, out_dtype, **_)
 
 
 matmul_reduce_scatter_p = _matmul.make_primitive(
-    "matmul_reduce_scatter", reference, _abstract_eval
+    "matmul_reduce_scatter",
+    reference,
+    _abstract_eval,
+    by_psum,
+    summed_bytes=lambda x, y, ranks: ranks * y.size * y.dtype.itemsize,
 )
 
 

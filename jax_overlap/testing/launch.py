@@ -214,7 +214,7 @@ def rank_environment(
         env["CUDA_VISIBLE_DEVICES"] = gpus[rank % len(gpus)]
         if len(gpus) < ranks:
             # NCCL refuses two ranks on one GPU of a host. So those that share one say
-            # that they are of several hosts, and it goes through sockets: slow, but right.
+            # that they are of several, and it goes through sockets: slow, but right.
             env |= {
                 "NCCL_HOSTID": f"{coordinator}/{rank // len(gpus)}",
                 "NCCL_NET": "Socket",

@@ -1,0 +1,17 @@
+"""The fused matmuls by one psum on GPUs: matmuls_by_psum_contract.py."""
+
+from absl.testing import absltest
+from matmuls_by_psum_contract import AllReduceForms as AllReduceForms
+from matmuls_by_psum_contract import AllReduceValues as AllReduceValues
+from matmuls_by_psum_contract import Bits as Bits
+from matmuls_by_psum_contract import Default as Default
+from matmuls_by_psum_contract import GatherForms as GatherForms
+from matmuls_by_psum_contract import GatherTransforms as GatherTransforms
+from matmuls_by_psum_contract import GatherValues as GatherValues
+from matmuls_by_psum_contract import Groups as Groups
+from matmuls_by_psum_contract import ScatterForms as ScatterForms
+from matmuls_by_psum_contract import ScatterPrograms as ScatterPrograms
+from matmuls_by_psum_contract import ScatterValues as ScatterValues
+
+if __name__ == "__main__":
+    absltest.main()

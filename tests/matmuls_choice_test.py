@@ -1,0 +1,212 @@
+"""When a fused matmul is a matmul and a psum: planned for GPUs, without any."""
+
+import os
+from unittest import mock
+
+import contract_tools as tools
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from contract_tools import BF16, F16, line
+
+import jax_overlap
+from jax_overlap import _heaps
+
+RANKS = 8
+LIMIT = 2 << 20
+MATMULS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+ASKED = {"JAX_OVERLAP_GPU_MATMULS": "1"}
+DEFAULTS = dict.fromkeys(  # whatever is set for other tests
+    (
+        "JAX_OVERLAP_GPU_MATMULS",
+        "JAX_OVERLAP_PSUM_MAX_BYTES",
+        "JAX_OVERLAP_BY_PSUM_MAX_BYTES",
+    ),
+    "",
+)
+
+
+def plan(
+    op, x, w, *, dtype=np.float32, reach=None, platform="cuda", env=None, **options
+):
+    """That of a call on ranks whose operands have these shapes."""
+    operands = [jax.ShapeDtypeStruct((RANKS, *shape), dtype) for shape in (x, w)]
+    call = getattr(jax_overlap, op)
+    fn = tools.stacked(
+        lambda *a: jax.tree.leaves(call(*a, "x", **options))[0], line(RANKS)
+    )
+    with (
+        mock.patch.dict(os.environ, DEFAULTS | (env or {})),
+        mock.patch.object(_heaps, "why_not", return_value=""),
+        mock.patch.object(_heaps, "reach", return_value=reach),
+    ):
+        (one,) = jax_overlap.explain(fn, *operands, platform=platform)
+    return one
+
+
+def chosen(*args, **kw):
+    one = plan(*args, **kw)
+    return one.algorithm or one.implementation
+
+
+class Sizes(parameterized.TestCase):
+    """By the bytes of what is added: of all rows, also where they are cut."""
+
+    @parameterized.product(op=MATMULS[:2], dtype=(np.float32, BF16, F16))
+    def test_of_what_is_summed(self, op, dtype):
+        rows = LIMIT // 1024 // np.dtype(dtype).itemsize
+        for more, want in ((0, "by_psum"), (RANKS, "sliced")):
+            shapes = ((rows + more, 16), (16, 1024))
+            got = chosen(op, *shapes, dtype=dtype, env=ASKED)
+            self.assertEqual(got, want, (more, rows))
+
+    def test_a_wide_result_counts_as_it_is(self):
+        shapes = ((1024, 16), (16, 1024))
+        wide = {"preferred_element_type": np.float32}
+        for options, want in (({}, "by_psum"), (wide, "sliced")):
+            got = chosen(MATMULS[0], *shapes, dtype=BF16, env=ASKED, **options)
+            self.assertEqual(got, want)
+
+    @parameterized.parameters(
+        (np.float32, 128, 512, 0),
+        (BF16, 256, 512, 0),
+        (BF16, 256, 511, 0),  # a row is a whole number of integers
+        (np.float32, 128, 512, 1),
+        (np.float64, 64, 512, 0),
+    )
+    def test_of_what_is_gathered(self, dtype, rows, row, dimension):
+        with jax.enable_x64(dtype == np.float64):
+            w = (row * (RANKS if dimension else 1), 7)
+            for more, want in ((0, "by_psum"), (1, "sliced")):
+                options = {"gather_dimension": dimension, "dtype": dtype, "env": ASKED}
+                got = chosen("all_gather_matmul", (rows + more, row), w, **options)
+                self.assertEqual(got, want, more)
+
+    def test_the_limit_is_a_setting(self):
+        shapes = ((16, 16), (16, 16))
+        name = "JAX_OVERLAP_BY_PSUM_MAX_BYTES"
+        for limit, want in (("1024", "by_psum"), ("1023", "sliced"), ("0", "sliced")):
+            for op in MATMULS[:2]:
+                got = plan(op, *shapes, env=ASKED | {name: limit})
+                self.assertEqual(got.algorithm, want)
+        self.assertEqual(
+            plan(MATMULS[0], *shapes, env={name: "1024"}).reason,
+            f"1024 bytes are at most 1024 ({name}); psum by one_shot, as 1024 bytes "
+            "are at most 74898",
+        )
+        with self.assertRaisesRegex(ValueError, f"{name} is '-1', .* 0 or a positive"):
+            plan(MATMULS[0], *shapes, env={name: "-1"})
+
+    def test_what_psum_leaves_to_nccl_is_fused(self):
+        """Unless it has to be native, or by_psum is asked for."""
+        env = ASKED | {"JAX_OVERLAP_PSUM_MAX_BYTES": "1000"}
+        shapes = ((16, 16), (16, 16))
+        self.assertEqual(chosen(MATMULS[0], *shapes, env=env), "sliced")
+        for options in ({"implementation": "native"}, {"algorithm": "by_psum"}):
+            got = chosen(MATMULS[0], *shapes, env=env, **options)
+            self.assertEqual(got, "by_psum")
+
+
+class Askers(parameterized.TestCase):
+    SMALL, LARGE = ((16, 16), (16, 16)), ((4096, 16), (16, 4096))
+
+    def test_a_small_sum_is_ours_without_being_asked_for(self):
+        """As the psum would be. What is large, or new, has to be asked for."""
+        self.assertEqual(chosen("matmul_all_reduce", *self.SMALL), "by_psum")
+        for op, shapes in (
+            ("matmul_all_reduce", self.LARGE),
+            ("matmul_reduce_scatter", self.SMALL),
+            ("all_gather_matmul", self.SMALL),
+        ):
+            got = plan(op, *shapes)
+            self.assertEqual(got.implementation, "lax")
+            self.assertIn("have to be asked for", got.reason)
+
+    @parameterized.parameters(*MATMULS)
+    def test_native_is_asked_for(self, op):
+        self.assertEqual(chosen(op, *self.SMALL, implementation="native"), "by_psum")
+
+    @parameterized.product(op=MATMULS, shapes=(SMALL, LARGE))
+    def test_forced(self, op, shapes):
+        got = plan(op, *shapes, algorithm="by_psum")
+        self.assertEqual((got.implementation, got.algorithm), ("native", "by_psum"))
+        self.assertStartsWith(got.reason, "algorithm='by_psum'; psum by")
+        fused = chosen(op, *shapes, algorithm="sliced", env=ASKED)
+        self.assertEqual(fused, "sliced")
+
+    @parameterized.parameters(*MATMULS)
+    def test_reference_and_other_types(self, op):
+        reference = plan(op, *self.SMALL, implementation="reference")
+        self.assertEqual(reference.implementation, "lax")
+        ints = plan(op, *self.SMALL, dtype=np.int32, algorithm="by_psum")
+        self.assertEqual(ints.implementation, "lax")
+        self.assertIn("int32", ints.reason)
+
+    @parameterized.parameters(*MATMULS)
+    def test_on_cpu_only_if_forced(self, op):
+        cpu = {"platform": "cpu", "env": ASKED}
+        self.assertEqual(chosen(op, *self.SMALL, **cpu), "in_place")
+        got = chosen(op, *self.LARGE, algorithm="by_psum", **cpu)
+        self.assertEqual(got, "by_psum")
+
+
+class Teams(parameterized.TestCase):
+    SMALL = Askers.SMALL
+
+    @parameterized.parameters(*MATMULS)
+    def test_stores_need_not_reach_all(self, op):
+        """As psum crosses nodes, which the fused forms do not."""
+        nodes = [set(range(4))] * 4 + [set(range(4, 8))] * 4
+        got = plan(op, *self.SMALL, reach=nodes, env=ASKED)
+        self.assertEqual((got.algorithm, got.nodes), ("by_psum", 2))
+        self.assertIn("psum by nvrar", got.reason)
+        got = plan(op, *self.SMALL, reach=nodes, algorithm="sliced", env=ASKED)
+        self.assertEqual(got.implementation, "lax")
+
+    @parameterized.parameters(*MATMULS[1:])
+    def test_groups_are_fused(self, op):
+        options = {"axis_index_groups": [[0, 1, 2, 3], [4, 5, 6, 7]], "env": ASKED}
+        self.assertEqual(chosen(op, *self.SMALL, **options), "sliced")
+        got = plan(op, *self.SMALL, algorithm="by_psum", **options)
+        self.assertEqual(got.algorithm, "sliced")
+        self.assertStartsWith(got.reason, "by_psum takes no axis_index_groups; ")
+
+    def test_what_is_fused_only_if_small(self):
+        """Half types gathered along what is contracted, and many results."""
+        inner = {"dtype": BF16, "gather_dimension": 1, "env": ASKED}
+        got = chosen("all_gather_matmul", (16, 16), (16 * RANKS, 5), **inner)
+        self.assertEqual(got, "by_psum")
+
+        def fn(x, w):
+            call = jax_overlap.all_gather_matmul
+            return sum(call(x, (w,) * 9, "x", algorithm="by_psum"))
+
+        shapes = [jnp.ones((RANKS, 4, 4))] * 2
+        (many,) = jax_overlap.explain(tools.stacked(fn, line(RANKS)), *shapes)
+        self.assertEqual(many.algorithm, "by_psum")
+
+
+class Duals(parameterized.TestCase):
+    @parameterized.parameters("by_psum", None)
+    def test_what_the_gradient_does(self, algorithm):
+        """The dual op by the same algorithm; the sum of a cotangent by any psum."""
+        kw = {"algorithm": algorithm}
+        for op, dual in zip(MATMULS, ("psum", *MATMULS[:0:-1]), strict=True):
+            call = getattr(jax_overlap, op)
+
+            def fn(x, w, call=call):
+                loss = lambda *a: call(*a, "x", **kw).sum()  # noqa: E731
+                return jax.grad(loss, (0, 1))(x, w)
+
+            operands = [jnp.ones((RANKS, 16, 16))] * 2
+            stacked = tools.stacked(fn, line(RANKS), check_vma=False)
+            one, two = jax_overlap.explain(stacked, *operands)
+            self.assertEqual((one.op, two.op), (op, dual))
+            self.assertEqual(one.algorithm, algorithm or "in_place")
+            if dual != "psum":
+                self.assertEqual(two.algorithm, algorithm or "in_place")
+
+
+if __name__ == "__main__":
+    absltest.main()
