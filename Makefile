@@ -143,8 +143,8 @@ cpp-test: $(VENV)/.tools
 	@$(WITH_VENV) cmake --build $(CPP_OUT)
 	@$(WITH_VENV) ctest --test-dir $(CPP_OUT) --output-on-failure --no-tests=error $(ARGS)
 
-# NVSHMEM, and the headers of cuBLAS, come apart from the environment, which has no other use
-# for them.
+# NVSHMEM, and the headers of cuBLAS and CUTLASS, come apart from the environment, which has no
+# other use for them.
 cuda: $(VENV)/.tools
 	@release=$$($${CUDACXX:-nvcc} --version | sed -n 's/.*release \([0-9]*\).*/\1/p'); \
 	$(PIP) --upgrade --no-deps --target out/nvshmem-cu$$release "nvidia-nvshmem-cu$$release>=3.4.5,<3.5"; \
@@ -156,11 +156,19 @@ cuda: $(VENV)/.tools
 	    "$$name>=$$release,<$$((release + 1))"; \
 	  $(PY) -m zipfile -e $$cublas/wheel/*.whl $$cublas/wheel; \
 	  mv $$cublas/wheel/nvidia/*/include/*.h $$cublas; rm -r $$cublas/wheel; fi; \
+	cutlass=out/cutlass; \
+	if [ ! -e $$cutlass/include ]; then \
+	  rm -rf $$cutlass; mkdir -p $$cutlass/wheel; \
+	  $(PY) -m pip --disable-pip-version-check download -qq --no-deps -d $$cutlass/wheel \
+	    'nvidia-cutlass>=4.2,<5'; \
+	  $(PY) -m zipfile -e $$cutlass/wheel/*.whl $$cutlass/wheel; \
+	  mv $$cutlass/wheel/cutlass_library/source/include $$cutlass; rm -r $$cutlass/wheel; fi; \
 	$(CMAKE) -B out/cuda$$release --log-level=WARNING -DJAX_OVERLAP_CUDA=ON \
 	  -DJAX_OVERLAP_CUBLAS_INCLUDE_DIR='$(CURDIR)'/$$cublas -DJAX_OVERLAP_BUILD_TESTS=ON \
+	  -DJAX_OVERLAP_CUTLASS=ON -DJAX_OVERLAP_CUTLASS_INCLUDE_DIR='$(CURDIR)'/$$cutlass/include \
 	  -DJAX_OVERLAP_NVSHMEM=ON -DJAX_OVERLAP_NVSHMEM_DIR='$(CURDIR)'/out/nvshmem-cu$$release/nvidia/nvshmem; \
 	$(WITH_VENV) cmake --build out/cuda$$release --target \
-	  jax_overlap_cuda jax_overlap_nvshmem psum_cuda_test matmul_cuda_test
+	  jax_overlap_cuda jax_overlap_nvshmem gpu_programs
 
 # --- Packages -----------------------------------------------------------------
 # The wheel is built from the sdist, in an environment of its own, as by

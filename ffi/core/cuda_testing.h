@@ -3,6 +3,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <cstddef>
+
 #include "core/testing.h"
 
 #define JO_CUDA(call)                                                              \
@@ -10,3 +13,23 @@
     const cudaError_t error = (call);                                              \
     JO_CHECK_IN(error == cudaSuccess, "%s: %s", #call, cudaGetErrorString(error)); \
   } while (0)
+
+namespace jax_overlap {
+
+// Of the device.
+class Memory {
+ public:
+  explicit Memory(size_t bytes, int fill = 0) : bytes_(std::max<size_t>(bytes, 16)) {
+    JO_CUDA(cudaMalloc(&data_, bytes_));
+    JO_CUDA(cudaMemset(data_, fill, bytes_));
+  }
+  Memory(Memory&& other) : bytes_(other.bytes_), data_(other.data_) { other.data_ = nullptr; }
+  ~Memory() { cudaFree(data_); }
+  char* data() const { return data_; }
+
+ private:
+  size_t bytes_;
+  char* data_ = nullptr;
+};
+
+}  // namespace jax_overlap

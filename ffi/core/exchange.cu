@@ -31,6 +31,19 @@ class Session {
     return peer < link_.size() && peer != link_.rank() && (wanted < 0 || wanted == peer);
   }
 
+  // Until the peer that is this thread's number has filled the slot here, for this call.
+  __device__ void WaitFor(int half) {
+    const int peer = static_cast<int>(threadIdx.x);
+    const uint64_t* const arrived = &call_.layout.half[half].arrived[peer].value;
+    const Where where{peer, kArrivedStep};
+    link_.WaitUnless(&call_.layout.revoked[peer].value, arrived, (epoch_ + 1) << kExchangeCallBits,
+                     where);
+    const uint64_t seen = P2pLink::Acquired(arrived);
+    if (!link_.failed() && (seen & kExchangeCallMask) != call_.call) {
+      link_.Fail(kMismatch, call_.call, seen & kExchangeCallMask, where);
+    }
+  }
+
   // By all threads, after what may have failed. What fails now is told, once.
   __device__ void Settle() {
     __syncthreads();
@@ -74,29 +87,27 @@ __global__ void Begin(const __grid_constant__ ExchangeCall a, int half, bool fir
   s.Settle();
 }
 
-__global__ void Arrive(const __grid_constant__ ExchangeCall a, int half, int peer) {
+// `then_waits`: also Wait.
+__global__ void Arrive(const __grid_constant__ ExchangeCall a, int half, int peer,
+                       bool then_waits) {
   __shared__ Status status;
   Session s(a, half, &status);
-  if (s.broken() || !s.SpeaksFor(peer)) return;
-  // What the kernels and copies before have stored there, too.
-  __threadfence_system();
-  s.link().Signal(&a.layout.half[half].arrived[a.channel.shape.rank].value, threadIdx.x,
-                  (s.epoch() + 1) << kExchangeCallBits | a.call);
+  if (!s.broken() && s.SpeaksFor(peer)) {
+    // What the kernels and copies before have stored there, too.
+    __threadfence_system();
+    s.link().Signal(&a.layout.half[half].arrived[a.channel.shape.rank].value, threadIdx.x,
+                    (s.epoch() + 1) << kExchangeCallBits | a.call);
+  }
+  if (!then_waits) return;
+  __syncthreads();  // what one of them misses keeps no other from telling
+  if (!s.broken() && s.SpeaksFor(peer)) s.WaitFor(half);
+  s.Settle();
 }
 
 __global__ void Wait(const __grid_constant__ ExchangeCall a, int half, int peer) {
   __shared__ Status status;
   Session s(a, half, &status);
-  if (!s.broken() && s.SpeaksFor(peer)) {
-    const uint64_t* const arrived = &a.layout.half[half].arrived[threadIdx.x].value;
-    const Where where{static_cast<int>(threadIdx.x), kArrivedStep};
-    s.link().WaitUnless(&a.layout.revoked[threadIdx.x].value, arrived,
-                        (s.epoch() + 1) << kExchangeCallBits, where);
-    const uint64_t seen = P2pLink::Acquired(arrived);
-    if (!s.link().failed() && (seen & kExchangeCallMask) != a.call) {
-      s.link().Fail(kMismatch, a.call, seen & kExchangeCallMask, where);
-    }
-  }
+  if (!s.broken() && s.SpeaksFor(peer)) s.WaitFor(half);
   s.Settle();
 }
 
@@ -184,7 +195,11 @@ cudaError_t LaunchBegin(const ExchangeCall& call, int half, bool first, cudaStre
   return cudaGetLastError();
 }
 cudaError_t LaunchArrive(const ExchangeCall& call, int half, int peer, cudaStream_t stream) {
-  Arrive<<<1, kThreads, 0, stream>>>(call, half, peer);
+  Arrive<<<1, kThreads, 0, stream>>>(call, half, peer, false);
+  return cudaGetLastError();
+}
+cudaError_t LaunchArriveAndWait(const ExchangeCall& call, int half, cudaStream_t stream) {
+  Arrive<<<1, kThreads, 0, stream>>>(call, half, -1, true);
   return cudaGetLastError();
 }
 cudaError_t LaunchWait(const ExchangeCall& call, int half, int peer, cudaStream_t stream) {

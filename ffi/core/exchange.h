@@ -73,6 +73,8 @@ struct ExchangeCall {
 // Each of them launches one block. `peer`: -1 is all of them.
 cudaError_t LaunchBegin(const ExchangeCall& call, int half, bool first, cudaStream_t stream);
 cudaError_t LaunchArrive(const ExchangeCall& call, int half, int peer, cudaStream_t stream);
+// Arrive and Wait, of all, in one.
+cudaError_t LaunchArriveAndWait(const ExchangeCall& call, int half, cudaStream_t stream);
 cudaError_t LaunchWait(const ExchangeCall& call, int half, int peer, cudaStream_t stream);
 cudaError_t LaunchEnd(const ExchangeCall& call, int half, bool last, cudaStream_t stream);
 

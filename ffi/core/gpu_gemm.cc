@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -11,18 +13,29 @@
 #include "core/cublaslt.h"
 #include "core/gpu_device.h"
 #include "core/gpu_memory.h"
+#include "core/hopper_gemm.h"
 #include "core/schedule.h"
 #include "core/tuning_cache.h"
 
 namespace jax_overlap {
 
+namespace {
+
+struct Algorithm {
+  bool by_cutlass = false;
+  cublasLtMatmulAlgo_t lt = {};  // else
+};
+
+}  // namespace
+
 struct GemmPlan {
-  cublasLtHandle_t handle;  // of the device
+  GemmKey key;
+  Algorithm algorithm;
+  // For cuBLASLt, of the device.
+  cublasLtHandle_t handle;
   cublasLtMatmulDesc_t op;
   cublasLtMatrixLayout_t w, x, c, d;
-  cublasLtMatmulAlgo_t algo;
-  bool accumulates;
-  bool wide;  // alpha and beta are doubles
+  int multiprocessors;
 };
 
 namespace {
@@ -31,8 +44,11 @@ constexpr size_t kWorkspaceBytes = 32 << 20;  // as cuBLAS itself takes on Hoppe
 // Smaller products are over before another algorithm makes a difference.
 constexpr double kTuneFromFlops = 4e9;
 constexpr size_t kTuneMostBytes = size_t{8} << 30;
-constexpr int kCandidates = 8;
-constexpr int kRepeats = 5;
+constexpr int kCandidates = 24;
+// The best of a first round are measured again.
+constexpr size_t kFinalists = 5;
+constexpr int kRounds = 9;
+constexpr int kCalls = 3;  // of a round
 
 cudaDataType TypeOf(GemmType type) {
   switch (type) {
@@ -48,21 +64,60 @@ cublasComputeType_t ComputeTypeOf(const GemmKey& key) {
   return key.tf32 != 0 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
 }
 
-std::string Hex(const cublasLtMatmulAlgo_t& algo) {
+// An algorithm in a file.
+constexpr char kCutlass[] = "CUTLASS";
+
+std::string TextOf(const Algorithm& algorithm) {
+  if (algorithm.by_cutlass) return kCutlass;
   std::string text;
-  for (const uint64_t word : algo.data) {
+  for (const uint64_t word : algorithm.lt.data) {
     char digits[17];
     std::snprintf(digits, sizeof(digits), "%016llx", static_cast<unsigned long long>(word));
     text += digits;
   }
   return text;
 }
-bool FromHex(const std::string& text, cublasLtMatmulAlgo_t* algo) {
-  if (text.size() != 16 * std::size(algo->data)) return false;
-  for (size_t i = 0; i < std::size(algo->data); ++i) {
-    algo->data[i] = std::strtoull(text.substr(16 * i, 16).c_str(), nullptr, 16);
+bool Parse(const std::string& text, Algorithm* algorithm) {
+  algorithm->by_cutlass = text == kCutlass;
+  if (algorithm->by_cutlass) return true;
+  auto& data = algorithm->lt.data;
+  if (text.size() != 16 * std::size(data)) return false;
+  for (size_t i = 0; i < std::size(data); ++i) {
+    data[i] = std::strtoull(text.substr(16 * i, 16).c_str(), nullptr, 16);
   }
   return true;
+}
+
+// The algorithms, the fastest first: by the median of some rounds, in which they take turns.
+// Nothing waits in between, as a GPU that is always busy has other clocks, by which the order
+// changes.
+template <class Run>
+std::vector<Algorithm> Ordered(const std::vector<Algorithm>& algorithms, const Run& run, int rounds,
+                               cudaStream_t stream) {
+  std::vector<cudaEvent_t> marks(rounds * algorithms.size() + 1);
+  for (cudaEvent_t& mark : marks) cudaEventCreate(&mark);
+  cudaEventRecord(marks[0], stream);
+  for (size_t i = 0; i + 1 < marks.size(); ++i) {
+    for (int call = 0; call < kCalls; ++call) run(algorithms[i % algorithms.size()]);
+    cudaEventRecord(marks[i + 1], stream);
+  }
+  cudaStreamSynchronize(stream);
+  std::vector<std::pair<float, size_t>> times;
+  for (size_t a = 0; a < algorithms.size(); ++a) {
+    std::vector<float> samples;
+    for (size_t i = a; i + 1 < marks.size(); i += algorithms.size()) {
+      float ms = std::numeric_limits<float>::max();
+      cudaEventElapsedTime(&ms, marks[i], marks[i + 1]);
+      samples.push_back(ms);
+    }
+    std::sort(samples.begin(), samples.end());
+    times.push_back({samples[samples.size() / 2], a});
+  }
+  for (const cudaEvent_t mark : marks) cudaEventDestroy(mark);
+  std::sort(times.begin(), times.end());
+  std::vector<Algorithm> ordered;
+  for (const auto& [ms, a] : times) ordered.push_back(algorithms[a]);
+  return ordered;
 }
 
 }  // namespace
@@ -71,20 +126,24 @@ struct GpuGemm::State {
   std::mutex mutex;
   std::string folder;
   const CublasLt* lt = nullptr;
-  std::map<int, cublasLtHandle_t> handles;
-  std::map<int, std::unique_ptr<GpuLane>> lanes;
+  struct Device {
+    cublasLtHandle_t handle;
+    cudaDeviceProp properties;
+    std::unique_ptr<GpuLane> lane;
+  };
+  std::map<int, Device> devices;
   std::unique_ptr<TuningCache> cache;
   std::map<std::pair<int, std::string>, std::unique_ptr<GemmPlan>> plans;
 
   std::unique_ptr<GpuLane> MakeLane(int ordinal, std::string* error);
-  std::string Make(const GemmKey& key, GemmPlan* plan);
-  std::string Choose(int ordinal, const GemmKey& key, GemmPlan* plan);
-  std::optional<cublasLtMatmulAlgo_t> Fastest(
-      cublasLtHandle_t handle, const GemmKey& key,
-      const std::vector<cublasLtMatmulHeuristicResult_t>& candidates);
-  cublasStatus_t Run(cublasLtHandle_t handle, const GemmPlan& plan,
-                     const cublasLtMatmulAlgo_t& algo, const void* x, const void* w, const void* c,
-                     void* d, void* workspace, cudaStream_t stream) const;
+  std::string Make(const Device& device, const GemmKey& key, GemmPlan* plan);
+  std::string Choose(const Device& device, GemmPlan* plan);
+  bool Serves(const Device& device, const GemmPlan& plan, const Algorithm& algorithm) const;
+  std::vector<Algorithm> Candidates(const GemmPlan& plan, bool tunes) const;
+  std::optional<Algorithm> Fastest(const Device& device, const GemmKey& key,
+                                   const std::vector<Algorithm>& candidates);
+  std::string Run(const GemmPlan& plan, const Algorithm& algorithm, const void* x, const void* w,
+                  const void* c, void* d, void* workspace, cudaStream_t stream) const;
 };
 
 GpuGemm::GpuGemm() : state_(new State) {}
@@ -98,9 +157,13 @@ void GpuGemm::SetCacheFolder(std::string folder) { state_->folder = std::move(fo
 
 const GpuLane* GpuGemm::LaneOf(int ordinal, std::string* error) {
   std::lock_guard<std::mutex> lock(state_->mutex);
-  std::unique_ptr<GpuLane>& lane = state_->lanes[ordinal];
-  if (lane == nullptr) lane = state_->MakeLane(ordinal, error);
-  return lane.get();
+  if (const auto found = state_->devices.find(ordinal);
+      found != state_->devices.end() && found->second.lane != nullptr) {
+    return found->second.lane.get();
+  }
+  auto lane = state_->MakeLane(ordinal, error);
+  if (lane == nullptr) return nullptr;
+  return (state_->devices.at(ordinal).lane = std::move(lane)).get();
 }
 
 std::unique_ptr<GpuLane> GpuGemm::MakeLane(int ordinal, std::string* error) {
@@ -113,10 +176,14 @@ std::unique_ptr<GpuLane> GpuGemm::State::MakeLane(int ordinal, std::string* erro
   if (lt == nullptr) return nullptr;
   const CurrentDevice current(ordinal);
   const RelaxedCapture relaxed;
-  if (handles.count(ordinal) == 0 && lt->Create(&handles[ordinal]) != CUBLAS_STATUS_SUCCESS) {
-    handles.erase(ordinal);
-    *error = "cuBLASLt does not start on device " + std::to_string(ordinal);
-    return nullptr;
+  if (devices.count(ordinal) == 0) {
+    Device device = {};
+    if (cudaGetDeviceProperties(&device.properties, ordinal) != cudaSuccess ||
+        lt->Create(&device.handle) != CUBLAS_STATUS_SUCCESS) {
+      *error = "cuBLASLt does not start on device " + std::to_string(ordinal);
+      return nullptr;
+    }
+    devices[ordinal] = std::move(device);
   }
   auto lane = std::make_unique<GpuLane>();
   lane->ordinal = ordinal;
@@ -138,20 +205,24 @@ const GemmPlan* GpuGemm::PlanOf(int ordinal, const GemmKey& key, std::string* er
   std::unique_ptr<GemmPlan>& plan = state_->plans[{ordinal, key.FullText()}];
   if (plan != nullptr) return plan.get();
   auto made = std::make_unique<GemmPlan>();
-  *error = state_->Make(key, made.get());
-  if (error->empty()) *error = state_->Choose(ordinal, key, made.get());
+  const CurrentDevice current(ordinal);
+  const State::Device& device = state_->devices.at(ordinal);
+  *error = state_->Make(device, key, made.get());
+  if (error->empty()) *error = state_->Choose(device, made.get());
   if (!error->empty()) return nullptr;
   plan = std::move(made);
   return plan.get();
 }
 
 // cuBLASLt is column-major: it computes the transpose of all, d' = w' x'.
-std::string GpuGemm::State::Make(const GemmKey& key, GemmPlan* plan) {
-  plan->accumulates = key.accumulates != 0;
-  plan->wide = key.in == GemmType::kF64;
+std::string GpuGemm::State::Make(const Device& device, const GemmKey& key, GemmPlan* plan) {
+  plan->key = key;
+  plan->handle = device.handle;
+  plan->multiprocessors = device.properties.multiProcessorCount;
+  const bool wide = key.in == GemmType::kF64;
   const cudaDataType in = TypeOf(key.in), out = TypeOf(key.out);
-  bool made = lt->MatmulDescCreate(&plan->op, ComputeTypeOf(key),
-                                   plan->wide ? CUDA_R_64F : CUDA_R_32F) == CUBLAS_STATUS_SUCCESS;
+  bool made = lt->MatmulDescCreate(&plan->op, ComputeTypeOf(key), wide ? CUDA_R_64F : CUDA_R_32F) ==
+              CUBLAS_STATUS_SUCCESS;
   const cublasOperation_t transpose = CUBLAS_OP_T;
   if (made && key.transposed != 0) {
     made = lt->MatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_TRANSA, &transpose,
@@ -179,30 +250,47 @@ std::string GpuGemm::State::Make(const GemmKey& key, GemmPlan* plan) {
   return made ? "" : "cuBLASLt does not take a matrix of " + key.FullText();
 }
 
-std::string GpuGemm::State::Choose(int ordinal, const GemmKey& key, GemmPlan* plan) {
-  const cublasLtHandle_t handle = plan->handle = handles.at(ordinal);
-  const CurrentDevice current(ordinal);
+std::string GpuGemm::State::Choose(const Device& device, GemmPlan* plan) {
+  const GemmKey& key = plan->key;
   if (cache == nullptr) {
-    cudaDeviceProp properties = {};
-    cudaGetDeviceProperties(&properties, ordinal);
-    std::string name = properties.name;
+    std::string name = device.properties.name;
     std::replace_if(name.begin(), name.end(), [](char c) { return !isalnum(c); }, '_');
     cache = std::make_unique<TuningCache>(
         folder.empty() ? "" : folder + "/" + name + "-cublasLt" + std::to_string(lt->GetVersion()));
   }
-  cublasLtMatmulHeuristicResult_t result;
-  if (FromHex(cache->Get(key.Text()), &plan->algo) &&
-      lt->MatmulAlgoCheck(handle, plan->op, plan->w, plan->x, plan->c, plan->d, &plan->algo,
-                          &result) == CUBLAS_STATUS_SUCCESS &&
-      result.workspaceSize <= kWorkspaceBytes) {
-    result.algo = plan->algo;
-    Fastest(handle, key, {result});
+  if (Parse(cache->Get(key.Text()), &plan->algorithm) && Serves(device, *plan, plan->algorithm)) {
+    Fastest(device, key, {plan->algorithm});
     return "";
   }
   const bool tunes = 2.0 * key.m * key.n * key.k * key.batch >= kTuneFromFlops;
+  std::vector<Algorithm> candidates = Candidates(*plan, tunes);
+  if (candidates.empty()) return "cuBLASLt has no algorithm for " + key.FullText();
+  if (tunes && HopperGemmTakes(key, device.properties)) candidates.push_back({true, {}});
+  plan->algorithm = candidates[0];
+  const auto fastest = Fastest(device, key, candidates);
+  if (tunes && fastest) {
+    plan->algorithm = *fastest;
+    cache->Put(key.Text(), TextOf(*fastest));
+  }
+  return "";
+}
 
+// Whether what is in a file can be.
+bool GpuGemm::State::Serves(const Device& device, const GemmPlan& plan,
+                            const Algorithm& algorithm) const {
+  if (algorithm.by_cutlass) return HopperGemmTakes(plan.key, device.properties);
+  cublasLtMatmulHeuristicResult_t result;
+  return lt->MatmulAlgoCheck(plan.handle, plan.op, plan.w, plan.x, plan.c, plan.d, &algorithm.lt,
+                             &result) == CUBLAS_STATUS_SUCCESS &&
+         result.workspaceSize <= kWorkspaceBytes;
+}
+
+// Of cuBLASLt, the likeliest first.
+std::vector<Algorithm> GpuGemm::State::Candidates(const GemmPlan& plan, bool tunes) const {
+  const GemmKey& key = plan.key;
   cublasLtMatmulPreference_t preference;
   bool made = lt->MatmulPreferenceCreate(&preference) == CUBLAS_STATUS_SUCCESS;
+  if (!made) return {};
   const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t what, auto value) {
     made = made && lt->MatmulPreferenceSetAttribute(preference, what, &value, sizeof(value)) ==
                        CUBLAS_STATUS_SUCCESS;
@@ -217,32 +305,24 @@ std::string GpuGemm::State::Choose(int ordinal, const GemmKey& key, GemmPlan* pl
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key.x_align));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.c_align));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(key.d_align));
-  std::vector<cublasLtMatmulHeuristicResult_t> candidates(tunes ? kCandidates : 1);
-  int found = 0;
+  std::vector<cublasLtMatmulHeuristicResult_t> found(tunes ? kCandidates : 1);
+  int count = 0;
   if (made) {
-    lt->MatmulAlgoGetHeuristic(handle, plan->op, plan->w, plan->x, plan->c, plan->d, preference,
-                               static_cast<int>(candidates.size()), candidates.data(), &found);
-    lt->MatmulPreferenceDestroy(preference);
+    lt->MatmulAlgoGetHeuristic(plan.handle, plan.op, plan.w, plan.x, plan.c, plan.d, preference,
+                               static_cast<int>(found.size()), found.data(), &count);
   }
-  candidates.resize(found);
-  candidates.erase(std::remove_if(candidates.begin(), candidates.end(),
-                                  [](const auto& c) { return c.state != CUBLAS_STATUS_SUCCESS; }),
-                   candidates.end());
-  if (candidates.empty()) return "cuBLASLt has no algorithm for " + key.FullText();
-  plan->algo = candidates[0].algo;
-  const auto fastest = Fastest(handle, key, candidates);
-  if (tunes && fastest) {
-    plan->algo = *fastest;
-    cache->Put(key.Text(), Hex(plan->algo));
+  lt->MatmulPreferenceDestroy(preference);
+  std::vector<Algorithm> candidates;
+  for (int i = 0; i < count; ++i) {
+    if (found[i].state == CUBLAS_STATUS_SUCCESS) candidates.push_back({false, found[i].algo});
   }
-  return "";
+  return candidates;
 }
 
 // Measures on a stream and in memory of its own. Nothing if that cannot be had. Of one
 // candidate the kernel is loaded: while another spins, that may wait for that one to end.
-std::optional<cublasLtMatmulAlgo_t> GpuGemm::State::Fastest(
-    cublasLtHandle_t handle, const GemmKey& key,
-    const std::vector<cublasLtMatmulHeuristicResult_t>& candidates) {
+std::optional<Algorithm> GpuGemm::State::Fastest(const Device& device, const GemmKey& key,
+                                                 const std::vector<Algorithm>& candidates) {
   const RelaxedCapture relaxed;
   const auto span = [&](int64_t rows, int64_t ld, int64_t block) {
     return static_cast<size_t>((key.batch - 1) * block + rows * ld);
@@ -257,7 +337,7 @@ std::optional<cublasLtMatmulAlgo_t> GpuGemm::State::Fastest(
   const size_t c = key.accumulates ? span(key.m, key.ldc, near.c_block) * SizeOf(key.out) : 0;
   if (x + w + c + d > kTuneMostBytes) return {};
   GemmPlan local = {};
-  if (!Make(near, &local).empty()) return {};
+  if (!Make(device, near, &local).empty()) return {};
 
   cudaStream_t stream;
   if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) return {};
@@ -265,35 +345,23 @@ std::optional<cublasLtMatmulAlgo_t> GpuGemm::State::Fastest(
   constexpr size_t kAlign = 256;
   const size_t at_w = RoundUp(x, kAlign), at_c = at_w + RoundUp(w, kAlign);
   const size_t at_d = at_c + RoundUp(c, kAlign), workspace = at_d + RoundUp(d, kAlign);
-  std::optional<cublasLtMatmulAlgo_t> best;
+  std::optional<Algorithm> best;
   if (cudaMallocAsync(reinterpret_cast<void**>(&memory), workspace + kWorkspaceBytes, stream) ==
       cudaSuccess) {
     FillForTuning(memory, at_d, stream);
-    cudaEvent_t begin, end;
-    cudaEventCreate(&begin);
-    cudaEventCreate(&end);
-    float least = 0;
-    for (const auto& candidate : candidates) {
-      bool runs = true;
-      const auto run = [&] {
-        runs = runs && Run(handle, local, candidate.algo, memory, memory + at_w, memory + at_c,
-                           memory + at_d, memory + workspace, stream) == CUBLAS_STATUS_SUCCESS;
-      };
-      run();
-      cudaEventRecord(begin, stream);
-      for (int i = 0; candidates.size() > 1 && i < kRepeats; ++i) run();
-      cudaEventRecord(end, stream);
-      float ms = 0;
-      if (!runs || cudaEventSynchronize(end) != cudaSuccess ||
-          cudaEventElapsedTime(&ms, begin, end) != cudaSuccess) {
-        continue;
-      }
-      if (best && ms >= least) continue;
-      best = candidate.algo;
-      least = ms;
+    const auto run = [&](const Algorithm& algorithm) {
+      return Run(local, algorithm, memory, memory + at_w, memory + at_c, memory + at_d,
+                 memory + workspace, stream)
+          .empty();
+    };
+    std::vector<Algorithm> able;  // the first run loads the kernel
+    std::copy_if(candidates.begin(), candidates.end(), std::back_inserter(able), run);
+    if (able.size() > 1) {
+      able = Ordered(able, run, 1, stream);
+      if (able.size() > kFinalists) able.resize(kFinalists);
+      able = Ordered(able, run, kRounds, stream);
     }
-    cudaEventDestroy(begin);
-    cudaEventDestroy(end);
+    if (!able.empty()) best = able[0];
     cudaFreeAsync(memory, stream);
   } else {
     cudaGetLastError();  // no memory left is no error of what follows
@@ -303,23 +371,26 @@ std::optional<cublasLtMatmulAlgo_t> GpuGemm::State::Fastest(
   return best;
 }
 
-cublasStatus_t GpuGemm::State::Run(cublasLtHandle_t handle, const GemmPlan& plan,
-                                   const cublasLtMatmulAlgo_t& algo, const void* x, const void* w,
-                                   const void* c, void* d, void* workspace,
-                                   cudaStream_t stream) const {
+std::string GpuGemm::State::Run(const GemmPlan& plan, const Algorithm& algorithm, const void* x,
+                                const void* w, const void* c, void* d, void* workspace,
+                                cudaStream_t stream) const {
+  if (algorithm.by_cutlass) {
+    return LaunchHopperGemm({plan.key, x, w, c, d, plan.multiprocessors}, stream);
+  }
   static constexpr float kOne = 1, kZero = 0;
   static constexpr double kWideOne = 1, kWideZero = 0;
-  const void* const alpha = plan.wide ? static_cast<const void*>(&kWideOne) : &kOne;
-  const void* const zero = plan.wide ? static_cast<const void*>(&kWideZero) : &kZero;
-  return lt->Matmul(handle, plan.op, alpha, w, plan.w, x, plan.x, plan.accumulates ? alpha : zero,
-                    c, plan.c, d, plan.d, &algo, workspace, kWorkspaceBytes, stream);
+  const bool wide = plan.key.in == GemmType::kF64;
+  const void* const one = wide ? static_cast<const void*>(&kWideOne) : &kOne;
+  const void* const zero = wide ? static_cast<const void*>(&kWideZero) : &kZero;
+  const cublasStatus_t status = lt->Matmul(
+      plan.handle, plan.op, one, w, plan.w, x, plan.x, plan.key.accumulates != 0 ? one : zero, c,
+      plan.c, d, plan.d, &algorithm.lt, workspace, kWorkspaceBytes, stream);
+  return status == CUBLAS_STATUS_SUCCESS ? "" : "cuBLASLt failed: status " + std::to_string(status);
 }
 
 std::string GpuGemm::Launch(const GpuLane& lane, const GemmPlan& plan, const void* x, const void* w,
                             const void* c, void* d, cudaStream_t stream) {
-  const cublasStatus_t status =
-      state_->Run(plan.handle, plan, plan.algo, x, w, c, d, lane.workspace, stream);
-  return status == CUBLAS_STATUS_SUCCESS ? "" : "cuBLASLt failed: status " + std::to_string(status);
+  return state_->Run(plan, plan.algorithm, x, w, c, d, lane.workspace, stream);
 }
 
 }  // namespace jax_overlap

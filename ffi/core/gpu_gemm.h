@@ -1,6 +1,7 @@
-// Products on a GPU, by cuBLASLt: row-major D = X W or C + X W, in batches.
+// Products on a GPU: row-major D = X W or C + X W, in batches, by cuBLASLt, or on Hopper by
+// CUTLASS (core/hopper_gemm.h).
 //
-// Which of its algorithms serves a product is its own first guess for small ones, and for
+// Which algorithm serves a product is cuBLASLt's own first guess for small ones, and for
 // large ones measured, once: when a call site is made, as no peer waits for that, and kept
 // in a file (core/tuning_cache.h). Algorithms that split the inner dimension are measured
 // for none: so a result has the same bits whichever was the fastest.

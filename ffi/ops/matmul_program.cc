@@ -250,12 +250,11 @@ void MatmulProgram::ScatterRound(const std::vector<Part>& parts, const Round& ro
                i > 0, is_last ? there : here);
     }
   }
-  Add(StepKind::kArrive, half);
+  Add(Several() ? StepKind::kArrive : StepKind::kArriveAndWait, half);
   const Part& mine = parts[rank_];
   const Round own = Within(round, mine);
   const Rows out = ResultRows(mine, own, Space::kOut, 0);
   const Rows slot = SlotRows(own, mine.cols, Several() ? rank_ : 1 - rank_, rank_);
-  if (!Several()) Add(StepKind::kWait, half);
   for (size_t i = 0; i < products; ++i) {
     const bool adds_slot = !Several() && i == 0;
     Multiply(mine, own, i, Inner(i), mine.cols, XRows(mine, own, static_cast<int>(i)),

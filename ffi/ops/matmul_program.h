@@ -7,8 +7,11 @@
 //
 //   Scatter   The products of the others' parts go from their epilogues straight into the
 //             slots that the owners have for them, the own part last (arXiv:2604.24013).
-//             With two ranks the epilogue of that last product adds what has come; with
-//             more the slots are summed, in rank order.
+//             With two ranks the epilogue of that last product adds what has come:
+//
+//             begin | part of the peer -> there | arrive, wait | part r | end
+//
+//             With more the slots are summed, in rank order:
 //
 //             begin | part r+1 -> its owner | r+2 .. | arrive | part r | wait | sum | end
 //
@@ -52,14 +55,15 @@ struct Rows {
 };
 
 enum class StepKind {
-  kBegin,    // until the slots of the others may be written
-  kProduct,  // d = x w, or c + x w
-  kCopy,     // d = x
-  kArrive,   // tells `peer` (-1: all) that its slot is filled
-  kWait,     // until `peer` (-1: all) has filled the slot here
-  kSum,      // d = the sum of the slots here, in rank order
-  kEnd,      // the slots here may be written again
-  kOrder,    // `stream` goes on when what `of` was given is done
+  kBegin,          // until the slots of the others may be written
+  kProduct,        // d = x w, or c + x w
+  kCopy,           // d = x
+  kArrive,         // tells `peer` (-1: all) that its slot is filled
+  kWait,           // until `peer` (-1: all) has filled the slot here
+  kArriveAndWait,  // both, of all
+  kSum,            // d = the sum of the slots here, in rank order
+  kEnd,            // the slots here may be written again
+  kOrder,          // `stream` goes on when what `of` was given is done
 };
 
 // Of a product: `batch` times [m, k] [k, n]; w may come as [n, k]. Of a copy and a sum:

@@ -94,7 +94,12 @@ class ProgramTest {
     std::vector<size_t> given, done;
   };
 
-  static void Give(Rank* rank, const MatmulStep& step, size_t call) {
+  static void Give(Rank* rank, MatmulStep step, size_t call) {
+    if (step.kind == StepKind::kArriveAndWait) {
+      step.kind = StepKind::kArrive;
+      Give(rank, step, call);
+      step.kind = StepKind::kWait;
+    }
     JO_CHECK(step.stream >= 0 && step.stream < kMatmulStreams);
     const bool order = step.kind == StepKind::kOrder;
     rank->queue[step.stream].push_back({step, call, order ? rank->given[step.of] : 0});

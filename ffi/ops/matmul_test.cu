@@ -2,23 +2,19 @@
 // own, and its peers' heaps are memory of the same device.
 //
 // All calls are launched before any result is read, and one rank is late. Built with a
-// deliberate fault (JAX_OVERLAP_CUDA_MUTANT) it has to fail. Every wait is bounded. With the
-// argument `bench` it measures instead what a rank's launches cost beside a plain product.
+// deliberate fault (JAX_OVERLAP_CUDA_MUTANT) it has to fail. Every wait is bounded.
 //
 // CUDA_DEVICE_MAX_CONNECTIONS=32 gives each stream a queue of its own.
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "core/cuda_testing.h"
-#include "core/gpu_device.h"
 #include "ops/all_gather_matmul.h"
 #include "ops/matmul_launch.h"
 #include "ops/matmul_reduce_scatter.h"
@@ -58,21 +54,6 @@ MatmulKind KindOf() {
   if (Op::kGathers) return MatmulKind::kGather;
   return Op::kScatters ? MatmulKind::kScatter : MatmulKind::kReduce;
 }
-
-class Memory {
- public:
-  explicit Memory(size_t bytes, int fill = 0) : bytes_(std::max<size_t>(bytes, 16)) {
-    JO_CUDA(cudaMalloc(&data_, bytes_));
-    JO_CUDA(cudaMemset(data_, fill, bytes_));
-  }
-  Memory(Memory&& other) : bytes_(other.bytes_), data_(other.data_) { other.data_ = nullptr; }
-  ~Memory() { cudaFree(data_); }
-  char* data() const { return data_; }
-
- private:
-  size_t bytes_;
-  char* data_ = nullptr;
-};
 
 // What the ranks of all teams use.
 struct Shared {
@@ -339,143 +320,6 @@ int All(bool brief) {
   return passed + Mismatch<Op>(4);
 }
 
-// ------------------------------------------------------------------------ bench
-double MedianUs(std::vector<float>* samples) {
-  std::sort(samples->begin(), samples->end());
-  return (*samples)[samples->size() / 2];
-}
-
-// What rank 0 of `ranks` does, of which the others have arrived long ago: in turn the plain
-// product of all its rows, the products that scatter, and the whole of its launches.
-void Measure(int ranks, int64_t m, int64_t k, int64_t n) {
-  Shared& shared = Shared::Get();
-  const cudaStream_t stream = shared.streams[0];
-  std::string error;
-  const size_t slot = static_cast<size_t>(m / ranks * n) * 2;
-  const size_t exchange = 2 * ranks * (slot + 256) + (64 << 10);
-  constexpr size_t kDirectory = kMaxGpuRanks * sizeof(uint64_t);
-  // One range, so that heaps are at one distance.
-  const size_t heap = (kDirectory + exchange + 4095) / 4096 * 4096;
-  Memory heaps(heap * ranks);
-  GpuChannel channel = {};
-  channel.shape = {0, ranks, ranks};
-  for (int p = 0; p < ranks; ++p) channel.heaps[p] = heaps.data() + p * heap + kDirectory;
-  channel.own = channel.heaps[0];
-  channel.directory = kDirectory;
-  channel.descriptor = 7;
-  channel.limit_ns = kLimitNs;
-  channel.error = &shared.statuses[0];
-  memset(shared.statuses, 0, sizeof(Status));
-  const MatmulShape shape{Cut::kRows,
-                          ranks,
-                          1,
-                          1,
-                          static_cast<size_t>(m),
-                          {{static_cast<size_t>(k), static_cast<size_t>(n), false}}};
-  const MatmulSpec spec{MatmulKind::kScatter, shape, 1,    GemmType::kBF16,
-                        GemmType::kBF16,      false, false};
-  const auto launches =
-      MatmulLaunches::Make(spec, *shared.lanes[0], channel, exchange, spec.Hash(), &error);
-  JO_CHECK_IN(launches != nullptr, "%s", error.c_str());
-  // All have said so, for all time.
-  const ExchangeCall& call = launches->call();
-  for (int p = 1; p < ranks; ++p) {
-    const uint64_t always = uint64_t{1} << 60;
-    const uint64_t arrived = always | call.call;
-    for (const ExchangeHalf& half : call.layout.half) {
-      JO_CUDA(cudaMemcpy(&half.ready[p].value, &always, 8, cudaMemcpyHostToDevice));
-      JO_CUDA(cudaMemcpy(&half.arrived[p].value, &arrived, 8, cudaMemcpyHostToDevice));
-    }
-    JO_CUDA(cudaMemcpy(channel.Heard(0, p), &channel.descriptor, 8, cudaMemcpyHostToDevice));
-  }
-  Memory x(m * k * 2), w(k * n * 2), out(m * n * 2);
-  FillForTuning(x.data(), m * k * 2, stream);
-  FillForTuning(w.data(), k * n * 2, stream);
-  MatmulStep plain = {};
-  plain.kind = StepKind::kProduct;
-  plain.m = m;
-  plain.n = n;
-  plain.k = k;
-  plain.x = {{Space::kX, 0, 0, 0}, 0, k};
-  plain.w = {{Space::kW, 0, 0, 0}, 0, n};
-  plain.c = plain.d = {{Space::kOut, 0, 0, 0}, 0, n};
-  const GemmPlan* const plan = GpuGemm::Get().PlanOf(0, spec.KeyOf(plain), &error);
-  JO_CHECK_IN(plan != nullptr, "%s", error.c_str());
-  // All rows in one product that scatters, the own ones, too.
-  MatmulStep scatter = plain;
-  scatter.batch = ranks;
-  scatter.m = m / ranks;
-  scatter.x.block = m / ranks * k;
-  scatter.c = scatter.d = {{Space::kSlot, 0, 0, 0}, static_cast<int64_t>(heap / 2), n};
-  const GemmPlan* const scattering = GpuGemm::Get().PlanOf(0, spec.KeyOf(scatter), &error);
-  JO_CHECK_IN(scattering != nullptr, "%s", error.c_str());
-
-  const std::function<void()> variants[] = {
-      [&] {
-        GpuGemm::Get().Launch(*shared.lanes[0], *plan, x.data(), w.data(), out.data(), out.data(),
-                              stream);
-      },
-      [&] {
-        char* const slots = call.layout.half[0].slots;
-        GpuGemm::Get().Launch(*shared.lanes[0], *scattering, x.data(), w.data(), slots, slots,
-                              stream);
-      },
-      [&] { launches->Run({{x.data()}, {w.data()}, {out.data()}, nullptr}, {}, stream); }};
-  constexpr int kRounds = 31;
-  std::vector<float> samples[3];
-  cudaGraphExec_t graphs[3];
-  for (int v = 0; v < 3; ++v) {
-    variants[v]();
-    JO_CUDA(cudaStreamSynchronize(stream));
-    cudaGraph_t graph;
-    JO_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < 4; ++i) variants[v]();
-    JO_CUDA(cudaStreamEndCapture(stream, &graph));
-    JO_CUDA(cudaGraphInstantiate(&graphs[v], graph, 0));
-    JO_CUDA(cudaGraphDestroy(graph));
-  }
-  cudaEvent_t begin, end;
-  JO_CUDA(cudaEventCreate(&begin));
-  JO_CUDA(cudaEventCreate(&end));
-  for (int round = 0; round < kRounds; ++round) {
-    for (int v = 0; v < 3; ++v) {
-      JO_CUDA(cudaEventRecord(begin, stream));
-      JO_CUDA(cudaGraphLaunch(graphs[v], stream));
-      JO_CUDA(cudaEventRecord(end, stream));
-      JO_CUDA(cudaEventSynchronize(end));
-      float ms = 0;
-      JO_CUDA(cudaEventElapsedTime(&ms, begin, end));
-      samples[v].push_back(ms * 1e3f / 4);
-    }
-  }
-  JO_CHECK(shared.statuses[0].failed == kNone);
-  for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
-  const double us = MedianUs(&samples[0]), scattered = MedianUs(&samples[1]),
-               whole = MedianUs(&samples[2]);
-  std::printf(
-      "{\"ranks\": %d, \"m\": %lld, \"k\": %lld, \"n\": %lld, \"product_us\": %.1f, "
-      "\"scattering_us\": %.1f, \"all_launches_us\": %.1f, \"scattering\": %.3f, "
-      "\"all_launches\": %.3f},\n",
-      ranks, static_cast<long long>(m), static_cast<long long>(k), static_cast<long long>(n), us,
-      scattered, whole, scattered / us, whole / us);
-  std::fflush(stdout);
-}
-
-void MeasureAll() {
-  // M, N of the whole problem and K of a rank's part.
-  for (const int ranks : {2, 4, 8}) {
-    for (const auto& [m, k, n] : {std::array<int64_t, 3>{8192, 8192, 8192},
-                                  {8192, 28672, 8192},
-                                  {4096, 14336, 4096},
-                                  {16384, 4096, 4096},
-                                  {2048, 8192, 8192},
-                                  {512, 8192, 8192},
-                                  {64, 8192, 8192}}) {
-      Measure(ranks, m, k / ranks, n);
-    }
-  }
-}
-
 }  // namespace
 }  // namespace jax_overlap
 
@@ -484,10 +328,6 @@ void MeasureAll() {
 int main(int argc, char** argv) {
   using namespace jax_overlap;  // NOLINT
   const std::string mode = argc > 1 ? argv[1] : "";
-  if (mode == "bench") {
-    MeasureAll();
-    return 0;
-  }
   const bool brief = mode == "short";
   const std::string op = argc > 2 ? argv[2] : "";
   int passed = 0;

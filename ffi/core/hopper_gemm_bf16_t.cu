@@ -1,0 +1,9 @@
+#include "core/hopper_gemm.cuh"
+
+namespace jax_overlap {
+
+std::string LaunchHopperGemmBF16T(const HopperGemmCall& call, cudaStream_t stream) {
+  return HopperGemm<cutlass::bfloat16_t, true>::Launch(call, stream);
+}
+
+}  // namespace jax_overlap
