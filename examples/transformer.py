@@ -51,10 +51,16 @@ class Transformer(nnx.Module):
     def __init__(self, args, vocabulary: int, form: dict, rngs: nnx.Rngs):
         parallel = {"axis_name": "tp", **form}
         self.sequence_parallel = form.get("sequence_parallel", False)
+        self.vocabulary = vocabulary
         init = nnx.initializers.normal(0.02)
-        embed = {"features": args.width, "embedding_init": init, "rngs": rngs}
-        self.characters = nnx.Embed(vocabulary, **embed)
-        self.positions = nnx.Embed(args.window, **embed)
+        # The gradient of a lookup adds in any order on GPUs, so that the copies of the
+        # devices would drift apart; that of a matmul does not.
+        self.characters = nnx.Linear(
+            vocabulary, args.width, use_bias=False, kernel_init=init, rngs=rngs
+        )
+        self.positions = nnx.Embed(
+            args.window, args.width, embedding_init=init, rngs=rngs
+        )
         self.blocks = nnx.List(
             Block(args.width, args.heads, parallel, rngs) for _ in range(args.layers)
         )
@@ -62,7 +68,8 @@ class Transformer(nnx.Module):
         self.head = nnx.Linear(args.width, vocabulary, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.characters(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        x = self.characters(jax.nn.one_hot(tokens, self.vocabulary))
+        x += self.positions(jnp.arange(tokens.shape[1]))
         if self.sequence_parallel:  # from here to the loss
             x = jax.sharding.reshard(x, P(None, "tp"))
         for block in self.blocks:
