@@ -35,10 +35,10 @@ def _int_from_zero(text: str) -> int:
     return value
 
 
-def _switch(text: str) -> int:
-    if text not in ("0", "1"):
+def _switch(text: str) -> str:
+    if text not in ("0", "1", "auto"):
         raise ValueError
-    return int(text)
+    return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +108,12 @@ BY_PSUM_MAX_BYTES = Variable(
 )
 GPU_MATMULS = Variable(
     "JAX_OVERLAP_GPU_MATMULS",
-    0,
+    "0",
     _switch,
-    "0 or 1",
-    "whether fused matmuls on GPUs are native without implementation='native', which "
-    "is not done before they are measured over NVLink; read when a function is lowered",
+    "0, 1 or auto",
+    "whether fused matmuls on GPUs are native without implementation='native': 1, or "
+    "auto where they are predicted to be faster than with NCCL; 0 until they are "
+    "measured over NVLink; read when a function is lowered",
 )
 TUNING_DIR = Variable(
     "JAX_OVERLAP_TUNING_DIR",

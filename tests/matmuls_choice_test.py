@@ -1,6 +1,9 @@
-"""When a fused matmul is a matmul and a psum: planned for GPUs, without any."""
+"""What a fused matmul on GPUs is: fused, by psum, or left to lax. None is needed."""
 
+import json
 import os
+import pathlib
+import re
 from unittest import mock
 
 import contract_tools as tools
@@ -12,11 +15,13 @@ from contract_tools import BF16, F16, line
 
 import jax_overlap
 from jax_overlap import _heaps
+from jax_overlap.ops import _gpu_cost
 
 RANKS = 8
 LIMIT = 2 << 20
 MATMULS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 ASKED = {"JAX_OVERLAP_GPU_MATMULS": "1"}
+AUTO = {"JAX_OVERLAP_GPU_MATMULS": "auto", "JAX_OVERLAP_BY_PSUM_MAX_BYTES": "0"}
 DEFAULTS = dict.fromkeys(  # whatever is set for other tests
     (
         "JAX_OVERLAP_GPU_MATMULS",
@@ -206,6 +211,76 @@ class Duals(parameterized.TestCase):
             self.assertEqual(one.algorithm, algorithm or "in_place")
             if dual != "psum":
                 self.assertEqual(two.algorithm, algorithm or "in_place")
+
+
+class Predictions(parameterized.TestCase):
+    def shapes(self, op, m, k, n, ranks=RANKS):
+        """Of a rank, of the whole problem."""
+        if op == "all_gather_matmul":
+            return (m // ranks, k), (k, n // ranks)
+        return (m, k // ranks), (k // ranks, n)
+
+    def predicted(self, *args, **kw):
+        """Microseconds, fused and apart, as `explain` shows them."""
+        words = plan(*args, **kw).reason
+        found = re.search(r"predicted (\d+) us, with NCCL (\d+)", words)
+        self.assertIsNotNone(found, words)
+        return tuple(map(int, found.groups()))
+
+    @parameterized.parameters(
+        ("matmul_reduce_scatter", (8192, 8192, 8192), "sliced"),
+        ("matmul_reduce_scatter", (64, 8192, 8192), "sliced"),
+        ("all_gather_matmul", (8192, 8192, 8192), "sliced"),
+        ("all_gather_matmul", (64, 8192, 8192), "lax"),
+        ("matmul_all_reduce", (8192, 28672, 8192), "sliced"),
+        ("matmul_all_reduce", (512, 8192, 8192), "lax"),
+    )
+    def test_auto(self, op, problem, want):
+        shapes = self.shapes(op, *problem)
+        fused, apart = self.predicted(op, *shapes, dtype=BF16, env=AUTO)
+        self.assertEqual(fused <= apart, want == "sliced")
+        self.assertEqual(chosen(op, *shapes, dtype=BF16, env=AUTO), want)
+        # What is asked for is not left to lax.
+        for env, options in (
+            (AUTO | ASKED, {}),
+            (AUTO, {"algorithm": "sliced"}),
+            (AUTO, {"implementation": "native"}),
+        ):
+            got = chosen(op, *shapes, dtype=BF16, env=env, **options)
+            self.assertEqual(got, "sliced")
+
+    @parameterized.parameters(*MATMULS)
+    def test_launches_are_as_measured(self, op):
+        """What is beside the product, of 8 ranks without a link: half to twice it."""
+        path = pathlib.Path(__file__).parents[1] / "benchmarks"
+        path /= "matmul_launches_gpu_h200.json"
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        rows = [r for r in rows if r["op"] == op and r["ranks"] == RANKS]
+        self.assertLen(rows, 7)
+        with mock.patch.object(_gpu_cost, "_LINK_BYTES", 1e18):
+            for r in rows:
+                m, k, n = r["m"], r["k"], r["n"]
+                if op != "matmul_reduce_scatter" and m > 512:
+                    continue  # the copies within the GPU take longer than the rest
+                shapes = self.shapes(op, m, k, n)
+                fused, apart = self.predicted(op, *shapes, dtype=BF16, env=AUTO)
+                product = apart - _gpu_cost._NCCL_START_US
+                beside = r["all_launches_us"] - r["product_us"]
+                self.assertBetween(fused - product, beside / 2, 2.1 * beside, r)
+
+    def test_what_counts(self):
+        """Types, and whether float32 is multiplied as TF32."""
+        op, (x, w) = "matmul_reduce_scatter", ((8192, 1024), (1024, 8192))
+        half, _ = self.predicted(op, x, w, dtype=BF16, env=AUTO)
+        tf32, _ = self.predicted(op, x, w, env=AUTO)
+        full, _ = self.predicted(op, x, w, env=AUTO, precision="highest")
+        self.assertLess(1.5 * half, tf32)
+        self.assertLess(1.5 * tf32, full)
+
+    def test_legal_values(self):
+        name = "JAX_OVERLAP_GPU_MATMULS"
+        with self.assertRaisesRegex(ValueError, f"{name} is 'yes', .* 0, 1 or auto"):
+            plan(MATMULS[1], *Askers.LARGE, env={name: "yes"})
 
 
 if __name__ == "__main__":

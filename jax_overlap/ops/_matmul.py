@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 from jax_overlap import _compat, config
 from jax_overlap._plan import LEFT_TO_LAX, make_plan
-from jax_overlap.ops import _block, _by_psum, _collective
+from jax_overlap.ops import _block, _by_psum, _collective, _gpu_cost
 
 # Positions in x, w and the result of the dimension that is cut.
 CUT_IN_X = {"batch": 0, "rows": 2, "inner": 3}
@@ -216,7 +216,7 @@ def _plan(op, abstract_eval, summed_bytes, avals, team, situation, **params):
         team,
         situation,
         params["implementation"],
-        lambda _: _choose(op, results, summed, team, situation, **params),
+        lambda _: _choose(op, avals, results, summed, team, situation, **params),
         no_elements=_all_empty(results) or _all_empty(avals[: params.get("xs", 1)]),
     )
     why = why_not_types(avals[0].dtype, results[0].dtype)
@@ -229,6 +229,7 @@ def _plan(op, abstract_eval, summed_bytes, avals, team, situation, **params):
 
 def _choose(
     op,
+    avals,
     results,
     summed,
     team,
@@ -237,13 +238,15 @@ def _choose(
     algorithm,
     implementation,
     axis_index_groups,
+    transposed,
+    precision,
     cut="",
+    xs=1,
     **_,
 ) -> tuple[str, str]:
     """The algorithm, or LEFT_TO_LAX, and why; summed(): bytes, if by psum."""
-    asked = situation.on_gpu and (
-        implementation == "native" or config.GPU_MATMULS.read()
-    )
+    fuses = "1" if implementation == "native" else config.GPU_MATMULS.read()
+    asked = situation.on_gpu and fuses != "0"
     if chosen := _by_psum.choose(
         summed(),
         team,
@@ -258,8 +261,21 @@ def _choose(
     note = ""
     if algorithm == _by_psum.NAME:
         algorithm, note = None, "by_psum takes no axis_index_groups; "
-    if situation.on_gpu:
-        chosen = _choose_on_gpu(algorithm, results, team, cut) if asked else _NOT_ASKED
+    if asked:
+        prediction = _gpu_cost.predict(
+            op,
+            avals[:xs],
+            avals[xs:],
+            results[0],
+            transposed,
+            team.ranks,
+            _takes_tf32(precision),
+        )
+        chosen = _choose_on_gpu(
+            algorithm, results, team, cut, prediction, by_it=fuses == "auto"
+        )
+    elif situation.on_gpu:
+        chosen = _NOT_ASKED
     elif (op, algorithm) == ("matmul_all_reduce", "sliced"):
         chosen = LEFT_TO_LAX, "algorithm='sliced' of matmul_all_reduce is for GPUs"
     else:
@@ -271,14 +287,16 @@ _NOT_ASKED = (
     LEFT_TO_LAX,
     (
         "fused matmuls on GPUs are new, and have to be asked for: "
-        f"implementation='native', or {config.GPU_MATMULS.name}=1"
+        f"implementation='native', or {config.GPU_MATMULS.name}=1 or auto"
     ),
 )
 _IN_PLACE = ("in_place", "peers' operands are addressed in place")
 
 
-def _choose_on_gpu(algorithm, results, team, cut="") -> tuple[str, str]:
-    """The algorithm on GPUs, or LEFT_TO_LAX, and why."""
+def _choose_on_gpu(
+    algorithm, results, team, cut, prediction, by_it: bool
+) -> tuple[str, str]:
+    """The algorithm on GPUs, or LEFT_TO_LAX, and why; by_it: by the prediction."""
     if not team.reaches_all:
         return LEFT_TO_LAX, f"products are stored at all ranks, but {team.note}"
     if algorithm == "in_place":
@@ -292,7 +310,10 @@ def _choose_on_gpu(algorithm, results, team, cut="") -> tuple[str, str]:
         return LEFT_TO_LAX, f"more than {_MOST_GPU_RESULTS} results"
     if algorithm:
         return algorithm, f"algorithm={algorithm!r}"
-    return "sliced", "products go to their owners, or start, while others are computed"
+    if by_it and not prediction.fuses:
+        return LEFT_TO_LAX, f"{prediction} ({config.GPU_MATMULS.name}=auto)"
+    how = "products go to their owners, or start, while others are computed"
+    return "sliced", f"{how}; {prediction}"
 
 
 def _all_empty(avals) -> bool:
