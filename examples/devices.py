@@ -23,6 +23,12 @@ def positive(text: str) -> int:
     return value
 
 
+def whole(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, got {text}")
+    return value
+
+
 def add_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices",
@@ -77,7 +83,8 @@ def _make_cpu_devices(count: int) -> None:
         count = max(count, int(re.findall(rf"{DEVICES_FLAG}=(\d+)", flags)[-1]))
     # XLA sizes its thread pools by this; with few threads, collectives starve.
     threads = os.environ.get("NPROC", "")
-    os.environ["NPROC"] = str(max(int(threads or 0), 2 * count))
+    threads = int(threads) if threads.isdecimal() else 0
+    os.environ["NPROC"] = str(max(threads, 2 * count))
 
 
 def writes() -> bool:

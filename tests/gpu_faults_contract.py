@@ -35,8 +35,9 @@ class Faults(parameterized.TestCase):
         if cpu_devices.ON_CPU:
             raise absltest.SkipTest("needs a GPU: several processes on CPU take lax")
 
-    def run_ranks(self, ranks, program, op, *args, code=0):
+    def run_ranks(self, ranks, program, op, *args, code=0, by_psum=False):
         """Runs a program; returns what launch wrote, and the output of each rank."""
+        limit = 1 << 20 if by_psum else 0
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         env = {k: v for k, v in os.environ.items() if k != LAUNCH}
         done = subprocess.run(
@@ -45,6 +46,7 @@ class Faults(parameterized.TestCase):
                 *("-n", str(ranks), "--no-mps", "--output", str(folder)),
                 *("--timeout", str(LIMIT_S), "--grace", "60"),
                 *("--env", f"JAX_OVERLAP_WAIT_TIMEOUT_S={WAIT_S}"),
+                *("--env", f"JAX_OVERLAP_BY_PSUM_MAX_BYTES={limit}"),
                 *("--", "python", str(FAULTS / program), op, *args),
             ],
             env=env,
@@ -71,13 +73,14 @@ class Faults(parameterized.TestCase):
         self.assertRegex(text, rf"in vain for rank {rank}\b")
         self.assertIn("JAX_OVERLAP_WAIT_TIMEOUT_S", text)
 
-    def check_a_rank_that_dies(self, op, ranks):
+    def check_a_rank_that_dies(self, op, ranks, by_psum=False):
         """Its exit code is that of the whole; the others are not ended."""
-        err, outputs = self.run_ranks(ranks, "dies.py", op, code=9)
+        err, outputs = self.run_ranks(ranks, "dies.py", op, code=9, by_psum=by_psum)
+        named = "psum" if by_psum else op
         for rank in range(ranks - 1):
             first, again = self.seen(outputs, rank)
-            self.assert_names(first, op, ranks - 1)
-            self.assertRegex(again, f"jax_overlap.{op} .*an earlier one has failed")
+            self.assert_names(first, named, ranks - 1)
+            self.assertRegex(again, f"jax_overlap.{named} .*an earlier one has failed")
         failed = re.findall(r"^launch: rank (\d+): (.*?);", err, re.M)
         self.assertEqual(failed, [(str(ranks - 1), "exit code 9")], err)
 

@@ -176,6 +176,7 @@ class Environment(Launch):
         "PYTHONFAULTHANDLER",
         "NCCL_HOSTID",
         "NCCL_NET",
+        "NCCL_SOCKET_IFNAME",
         "MINE",
     )
 
@@ -231,6 +232,7 @@ class Environment(Launch):
     def test_ranks_that_share_gpus(self):
         path = self.gpus(2)
         env = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "33", "TMPDIR": str(self.folder)}
+        env["NCCL_SOCKET_IFNAME"] = "eth7"  # as the user wants it
         self.show("-n", "5", PATH=path, **env)
         seen = [self.shown(rank) for rank in range(5)]
         given = [s["CUDA_VISIBLE_DEVICES"] for s in seen]
@@ -244,6 +246,7 @@ class Environment(Launch):
             self.assertIsNotNone(s["CUDA_MPS_LOG_DIRECTORY"])
             self.assertIsNone(s["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"])
             self.assertEqual(s["NCCL_NET"], "Socket")
+            self.assertEqual(s["NCCL_SOCKET_IFNAME"], "eth7")
         # For NCCL no two of a host have the same GPU.
         hosts = [s["NCCL_HOSTID"] for s in seen]
         self.assertLen(set(zip(hosts, given, strict=True)), 5)
@@ -254,6 +257,7 @@ class Environment(Launch):
         self.show("-n", "2", "--no-mps", PATH=path)
         self.assertEqual(self.shown(1)["CUDA_VISIBLE_DEVICES"], "0")
         self.assertEqual(self.shown(1)["XLA_PYTHON_CLIENT_PREALLOCATE"], "false")
+        self.assertEqual(self.shown(1)["NCCL_SOCKET_IFNAME"], "lo")
         self.assertIsNone(self.shown(1)["CUDA_MPS_PIPE_DIRECTORY"])
         self.assertEqual(self.mps_log(), [])
 

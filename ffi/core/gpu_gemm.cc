@@ -4,7 +4,6 @@
 #include <cstdio>
 #include <cstring>
 #include <iterator>
-#include <limits>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -45,10 +44,18 @@ constexpr size_t kWorkspaceBytes = 32 << 20;  // as cuBLAS itself takes on Hoppe
 constexpr double kTuneFromFlops = 4e9;
 constexpr size_t kTuneMostBytes = size_t{8} << 30;
 constexpr int kCandidates = 24;
+// Of products that take so long, some 30 ms, only the likeliest are measured, and once.
+constexpr double kLongFlops = 2e12, kLongHalfFlops = 2e13;
+constexpr size_t kLongCandidates = 4;
 // The best of a first round are measured again.
 constexpr size_t kFinalists = 5;
 constexpr int kRounds = 9;
 constexpr int kCalls = 3;  // of a round
+
+double FlopsOf(const GemmKey& key) { return 2.0 * key.m * key.n * key.k * key.batch; }
+bool IsLong(const GemmKey& key) {
+  return FlopsOf(key) >= (SizeOf(key.in) == 2 ? kLongHalfFlops : kLongFlops);
+}
 
 cudaDataType TypeOf(GemmType type) {
   switch (type) {
@@ -90,15 +97,17 @@ bool Parse(const std::string& text, Algorithm* algorithm) {
 
 // The algorithms, the fastest first: by the median of some rounds, in which they take turns.
 // Nothing waits in between, as a GPU that is always busy has other clocks, by which the order
-// changes.
+// changes. Those that fail are left out.
 template <class Run>
 std::vector<Algorithm> Ordered(const std::vector<Algorithm>& algorithms, const Run& run, int rounds,
                                cudaStream_t stream) {
   std::vector<cudaEvent_t> marks(rounds * algorithms.size() + 1);
+  std::vector<bool> failed(algorithms.size());
   for (cudaEvent_t& mark : marks) cudaEventCreate(&mark);
   cudaEventRecord(marks[0], stream);
   for (size_t i = 0; i + 1 < marks.size(); ++i) {
-    for (int call = 0; call < kCalls; ++call) run(algorithms[i % algorithms.size()]);
+    const size_t a = i % algorithms.size();
+    for (int call = 0; call < kCalls; ++call) failed[a] = !run(algorithms[a]) || failed[a];
     cudaEventRecord(marks[i + 1], stream);
   }
   cudaStreamSynchronize(stream);
@@ -106,12 +115,12 @@ std::vector<Algorithm> Ordered(const std::vector<Algorithm>& algorithms, const R
   for (size_t a = 0; a < algorithms.size(); ++a) {
     std::vector<float> samples;
     for (size_t i = a; i + 1 < marks.size(); i += algorithms.size()) {
-      float ms = std::numeric_limits<float>::max();
-      cudaEventElapsedTime(&ms, marks[i], marks[i + 1]);
+      float ms = 0;
+      failed[a] = cudaEventElapsedTime(&ms, marks[i], marks[i + 1]) != cudaSuccess || failed[a];
       samples.push_back(ms);
     }
     std::sort(samples.begin(), samples.end());
-    times.push_back({samples[samples.size() / 2], a});
+    if (!failed[a]) times.push_back({samples[samples.size() / 2], a});
   }
   for (const cudaEvent_t mark : marks) cudaEventDestroy(mark);
   std::sort(times.begin(), times.end());
@@ -255,16 +264,17 @@ std::string GpuGemm::State::Choose(const Device& device, GemmPlan* plan) {
   if (cache == nullptr) {
     std::string name = device.properties.name;
     std::replace_if(name.begin(), name.end(), [](char c) { return !isalnum(c); }, '_');
-    cache = std::make_unique<TuningCache>(
-        folder.empty() ? "" : folder + "/" + name + "-cublasLt" + std::to_string(lt->GetVersion()));
+    name += "-cublasLt" + std::to_string(lt->GetVersion()) + HopperGemmName();
+    cache = std::make_unique<TuningCache>(folder.empty() ? "" : folder + "/" + name);
   }
   if (Parse(cache->Get(key.Text()), &plan->algorithm) && Serves(device, *plan, plan->algorithm)) {
     Fastest(device, key, {plan->algorithm});
     return "";
   }
-  const bool tunes = 2.0 * key.m * key.n * key.k * key.batch >= kTuneFromFlops;
+  const bool tunes = FlopsOf(key) >= kTuneFromFlops;
   std::vector<Algorithm> candidates = Candidates(*plan, tunes);
   if (candidates.empty()) return "cuBLASLt has no algorithm for " + key.FullText();
+  if (IsLong(key)) candidates.resize(std::min(candidates.size(), kLongCandidates));
   if (tunes && HopperGemmTakes(key, device.properties)) candidates.push_back({true, {}});
   plan->algorithm = candidates[0];
   const auto fastest = Fastest(device, key, candidates);
@@ -356,18 +366,17 @@ std::optional<Algorithm> GpuGemm::State::Fastest(const Device& device, const Gem
     };
     std::vector<Algorithm> able;  // the first run loads the kernel
     std::copy_if(candidates.begin(), candidates.end(), std::back_inserter(able), run);
-    if (able.size() > 1) {
-      able = Ordered(able, run, 1, stream);
-      if (able.size() > kFinalists) able.resize(kFinalists);
+    if (able.size() > 1) able = Ordered(able, run, 1, stream);
+    if (able.size() > 1 && !IsLong(key)) {
+      able.resize(std::min(able.size(), kFinalists));
       able = Ordered(able, run, kRounds, stream);
     }
     if (!able.empty()) best = able[0];
     cudaFreeAsync(memory, stream);
-  } else {
-    cudaGetLastError();  // no memory left is no error of what follows
   }
   cudaStreamSynchronize(stream);
   cudaStreamDestroy(stream);
+  cudaGetLastError();  // what was not to be had, or failed, is no error of what follows
   return best;
 }
 

@@ -3,8 +3,8 @@
 //
 // Which algorithm serves a product is cuBLASLt's own first guess for small ones, and for
 // large ones measured, once: when a call site is made, as no peer waits for that, and kept
-// in a file (core/tuning_cache.h). Algorithms that split the inner dimension are not measured:
-// all add along it in one order.
+// in a file (core/tuning_cache.h). Algorithms that split the inner dimension, and so
+// add in another order, are not measured.
 #pragma once
 
 #include <cuda_runtime_api.h>

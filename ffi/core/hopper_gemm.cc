@@ -36,6 +36,8 @@ bool HopperGemmTakes(const GemmKey& key, const cudaDeviceProp& device) {
   return fits && key.k * 2 % kAlign == 0 && key.n * 2 % kAlign == 0;
 }
 
+const char* HopperGemmName() { return kBuilt ? "-CUTLASS-128x128x64-pingpong" : ""; }
+
 std::string LaunchHopperGemm(const HopperGemmCall& call, cudaStream_t stream) {
 #ifdef JAX_OVERLAP_CUTLASS
   const bool transposed = call.key.transposed != 0;

@@ -1,8 +1,9 @@
 // Products on Hopper by CUTLASS: another choice beside those of cuBLASLt (core/gpu_gemm.h).
 //
 // Two groups of warps take turns (pingpong): while one of them multiplies, the other adds c,
-// which has been loaded meanwhile, and stores. cuBLASLt's kernels are as fast without a c
-// and slower with one, which is what has come from a peer (benchmarks/).
+// which has been loaded meanwhile, and stores. cuBLASLt's kernels are as fast without a c;
+// with one, which is what has come from a peer, they mostly are slower, by up to 9 %
+// (benchmarks/hopper_gemm_h200.json).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,6 +23,8 @@ struct HopperGemmCall {
 
 // Whether there is a kernel for it in this build, and `device` can run it.
 bool HopperGemmTakes(const GemmKey& key, const cudaDeviceProp& device);
+// What a file of measurements is called by that has it as a candidate; empty if there is none.
+const char* HopperGemmName();
 // Launches it. An error text.
 std::string LaunchHopperGemm(const HopperGemmCall& call, cudaStream_t stream);
 

@@ -38,7 +38,7 @@ TuningCache::TuningCache(std::string path) : path_(std::move(path)) {
     if (first == std::string::npos || second == std::string::npos) continue;
     const std::string entry = line.substr(0, second);
     if (line.substr(second + 1) != Checksum(entry)) continue;
-    values_.emplace(entry.substr(0, first), entry.substr(first + 1));
+    values_[entry.substr(0, first)] = entry.substr(first + 1);
   }
 }
 
@@ -48,7 +48,10 @@ std::string TuningCache::Get(const std::string& key) const {
 }
 
 void TuningCache::Put(const std::string& key, const std::string& value) {
-  if (!values_.emplace(key, value).second || path_.empty()) return;
+  std::string& kept = values_[key];
+  if (kept == value) return;
+  kept = value;
+  if (path_.empty()) return;
   MakeFolders(path_);
   const int file = open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (file < 0) return;

@@ -2,7 +2,7 @@
 //
 // A file that cannot be read, or lines of it that are damaged, count as absent; one that
 // cannot be written is no error: what was measured then lasts as long as the process.
-// Processes may share a file. They add lines, and the first line of a key counts.
+// Processes may share a file. They add lines, and the last line of a key counts.
 #pragma once
 
 #include <map>

@@ -20,10 +20,15 @@ void KeptAndRead(const std::string& path) {
   JO_CHECK(first.Get("a").empty());
   first.Put("a", "1");
   first.Put("b", "2");
-  first.Put("a", "3");  // the first one counts
   JO_CHECK(first.Get("a") == "1");
   TuningCache second(path);
   JO_CHECK(second.Get("a") == "1" && second.Get("b") == "2" && second.Get("c").empty());
+  // What does not serve any more is measured anew, once.
+  second.Put("b", "3");
+  JO_CHECK(second.Get("b") == "3" && TuningCache(path).Get("b") == "3");
+  const auto size = std::filesystem::file_size(path);
+  second.Put("b", "3");
+  JO_CHECK(std::filesystem::file_size(path) == size);
 }
 
 void DamagedLines(const std::string& path) {

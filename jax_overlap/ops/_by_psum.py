@@ -44,8 +44,8 @@ def choose(
     by_choice = by_choice and algorithm is None and situation.on_gpu
     if groups is not None or not (forced or by_choice):
         return None
-    limit = config.BY_PSUM_MAX_BYTES.read()
-    if not forced and nbytes > limit:
+    limit = None if forced else config.BY_PSUM_MAX_BYTES.read()
+    if limit is not None and nbytes > limit:
         return None
     implementation = "native" if forced else implementation
     inner, why = choose_psum_algorithm(nbytes, team, situation, implementation, None)

@@ -4,10 +4,11 @@
     apart    matmul + start + transfer of NCCL
 
 Both count the matmul alike, so only what is beside it decides. The constants are those
-of H200s: of the launches from benchmarks/matmul_launches_gpu_h200.json, which is taken
-without links; of NVLink and NCCL as measured between two of them, 390 GB/s each way by
-the copy engine, and for NCCL a fifth more than that and 30 us in a program. On other
-GPUs matmuls and links are slower, or faster, by about the same.
+of H200s. The launches are from benchmarks/matmul_launches_gpu_h200.json, taken without
+links. Of NVLink and NCCL they are what plain copies and jax.lax took between two GPUs:
+390 GB/s each way by the copy engine, and for NCCL a fifth more time than that and 30 us
+in a program. The fused matmuls have not been measured there yet. On other GPUs matmuls
+and links are slower, or faster, by about the same.
 """
 
 from __future__ import annotations

@@ -245,8 +245,10 @@ def _choose(
     **_,
 ) -> tuple[str, str]:
     """The algorithm, or LEFT_TO_LAX, and why; summed(): bytes, if by psum."""
-    fuses = "1" if implementation == "native" else config.GPU_MATMULS.read()
-    asked = situation.on_gpu and fuses != "0"
+    fuses = "0"
+    if situation.on_gpu:
+        fuses = "1" if implementation == "native" else config.GPU_MATMULS.read()
+    asked = fuses != "0"
     if chosen := _by_psum.choose(
         summed(),
         team,

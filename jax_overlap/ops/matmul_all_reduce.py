@@ -50,8 +50,8 @@ def matmul_all_reduce(
     """`psum(x @ w, axis_name)` with the communication hidden.
 
     Products are summed over the ranks in float32 (float64 for float64), in rank order,
-    and rounded once: all ranks get the same bits. On GPUs what a rank sends is of the
-    result's type, as in `matmul_reduce_scatter`. In place of it,
+    and rounded once: all ranks get the same bits. On GPUs, and by_psum, what a rank
+    sends is of the result's type, as in `matmul_reduce_scatter`. In place of it,
     `matmul_reduce_scatter` moves half as much, where the next op can work on parts.
 
     Args:

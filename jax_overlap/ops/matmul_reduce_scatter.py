@@ -74,9 +74,10 @@ def matmul_reduce_scatter(
     """`psum_scatter(x @ w, axis_name, tiled=True)` with the communication hidden.
 
     Products are summed over the ranks in float32 (float64 for float64), in rank order,
-    and rounded once. On GPUs what a rank sends is of the result's type: half types are
-    rounded once more, unless `preferred_element_type` is float32. The gradient of `x`
-    is `all_gather_matmul` of the cotangent, which it gathers once for that of `w` too.
+    and rounded once. On GPUs, and by_psum, what a rank sends is of the result's type:
+    half types are rounded once more, unless `preferred_element_type` is float32. The
+    gradient of `x` is `all_gather_matmul` of the cotangent, which it gathers once for
+    that of `w` too.
 
     Args:
       x: array [..., k]; float32, float64, bfloat16 or float16 (others: by `jax.lax`).

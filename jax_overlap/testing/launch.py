@@ -215,11 +215,9 @@ def rank_environment(
         if len(gpus) < ranks:
             # NCCL refuses two ranks on one GPU of a host. So those that share one say
             # that they are of several, and it goes through sockets: slow, but right.
-            env |= {
-                "NCCL_HOSTID": f"{coordinator}/{rank // len(gpus)}",
-                "NCCL_NET": "Socket",
-                "NCCL_SOCKET_IFNAME": "lo",
-            }
+            env["NCCL_HOSTID"] = f"{coordinator}/{rank // len(gpus)}"
+            env.setdefault("NCCL_NET", "Socket")
+            env.setdefault("NCCL_SOCKET_IFNAME", "lo")
     return env
 
 

@@ -24,6 +24,11 @@ class OtherMatmulsFaults(gpu_faults_contract.Faults):
         self.check_a_rank_that_dies(op, 3)
 
     @others
+    def test_a_rank_that_dies_in_a_psum(self, op):
+        """What small ones are: NaN for what is gathered as bits, too."""
+        self.check_a_rank_that_dies(op, 2, by_psum=True)
+
+    @others
     def test_a_rank_that_never_calls_again(self, op):
         self.check_a_rank_that_never_calls(op, "again")
 
