@@ -281,6 +281,12 @@ class Predictions(parameterized.TestCase):
         name = "JAX_OVERLAP_GPU_MATMULS"
         with self.assertRaisesRegex(ValueError, f"{name} is 'yes', .* 0, 1 or auto"):
             plan(MATMULS[1], *Askers.LARGE, env={name: "yes"})
+        # Settings for GPUs are not read elsewhere, nor where they do not count.
+        env = {name: "yes", "JAX_OVERLAP_BY_PSUM_MAX_BYTES": "-1"}
+        for algorithm in (None, "by_psum"):
+            options = {"platform": "cpu", "env": env, "algorithm": algorithm}
+            got = plan(MATMULS[1], *Askers.SMALL, **options)
+            self.assertEqual(got.algorithm, algorithm or "in_place")
 
 
 if __name__ == "__main__":
