@@ -1,7 +1,10 @@
-"""The fused matmuls by one psum on CPU: matmuls_by_psum_contract.py."""
+"""The fused matmuls by one psum on CPU: matmuls_by_psum_contract.py.
+
+Without the forms of matmul_all_reduce, of which nothing is left but a matmul and a psum:
+they run on GPUs.
+"""
 
 from absl.testing import absltest
-from matmuls_by_psum_contract import AllReduceForms as AllReduceForms
 from matmuls_by_psum_contract import AllReduceValues as AllReduceValues
 from matmuls_by_psum_contract import Bits as Bits
 from matmuls_by_psum_contract import Default as Default
