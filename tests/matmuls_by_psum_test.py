@@ -1,7 +1,7 @@
 """The fused matmuls by one psum on CPU: matmuls_by_psum_contract.py.
 
-Without the forms of matmul_all_reduce, of which nothing is left but a matmul and a psum:
-they run on GPUs.
+Without the forms of matmul_all_reduce, of which nothing is left but a matmul and a
+psum: they run on GPUs.
 """
 
 from absl.testing import absltest
