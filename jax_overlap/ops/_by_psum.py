@@ -95,9 +95,9 @@ def gathered_bytes(x, ranks: int) -> int:
 def _bits(x):
     """The bits of the rows of x as int32, padded to whole ones."""
     *outer, row = x.shape
-    if x.dtype.itemsize == 2:
-        zero = np.zeros((), x.dtype)
-        x = lax.pad(x, zero, [*[(0, 0, 0)] * len(outer), (0, row % 2, 0)])
+    if x.dtype.itemsize == 2:  # as integers at once: what pads floats may change NaNs
+        x = lax.bitcast_convert_type(x, np.uint16)
+        x = lax.pad(x, np.uint16(0), [*[(0, 0, 0)] * len(outer), (0, row % 2, 0)])
         x = lax.reshape(x, (*outer, x.shape[-1] // 2, 2))
     bits = lax.bitcast_convert_type(x, np.int32)
     if x.dtype.itemsize == 8:
@@ -108,10 +108,11 @@ def _bits(x):
 def _values(bits, dtype, row: int):
     """The rows, `row` long, of which these are the bits."""
     *outer, ints = bits.shape
+    bits = bits ^ _FLIPPED
     if dtype.itemsize == 8:
         bits = lax.reshape(bits, (*outer, row, 2))
-    values = lax.bitcast_convert_type(bits ^ _FLIPPED, dtype)
     if dtype.itemsize == 2:
-        values = lax.reshape(values, (*outer, 2 * ints))
-        values = lax.slice_in_dim(values, 0, row, axis=len(outer))
-    return values
+        bits = lax.bitcast_convert_type(bits, np.uint16)
+        bits = lax.reshape(bits, (*outer, 2 * ints))
+        bits = lax.slice_in_dim(bits, 0, row, axis=len(outer))
+    return lax.bitcast_convert_type(bits, dtype)
