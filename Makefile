@@ -144,25 +144,20 @@ cpp-test: $(VENV)/.tools
 	@$(WITH_VENV) ctest --test-dir $(CPP_OUT) --output-on-failure --no-tests=error $(ARGS)
 
 # NVSHMEM, and the headers of cuBLAS and CUTLASS, come apart from the environment, which has no
-# other use for them.
+# other use for them. fetch FOLDER PACKAGE WHAT-IT-HAS-THEN WHAT-OF-THE-WHEEL.
 cuda: $(VENV)/.tools
 	@release=$$($${CUDACXX:-nvcc} --version | sed -n 's/.*release \([0-9]*\).*/\1/p'); \
 	$(PIP) --upgrade --no-deps --target out/nvshmem-cu$$release "nvidia-nvshmem-cu$$release>=3.4.5,<3.5"; \
-	cublas=out/cublas-cu$$release; \
-	if [ ! -e $$cublas/cublasLt.h ]; then \
-	  rm -rf $$cublas; mkdir -p $$cublas/wheel; \
-	  name=nvidia-cublas; if [ $$release = 12 ]; then name=nvidia-cublas-cu12; fi; \
-	  $(PY) -m pip --disable-pip-version-check download -qq --no-deps -d $$cublas/wheel \
-	    "$$name>=$$release,<$$((release + 1))"; \
-	  $(PY) -m zipfile -e $$cublas/wheel/*.whl $$cublas/wheel; \
-	  mv $$cublas/wheel/nvidia/*/include/*.h $$cublas; rm -r $$cublas/wheel; fi; \
-	cutlass=out/cutlass; \
-	if [ ! -e $$cutlass/include ]; then \
-	  rm -rf $$cutlass; mkdir -p $$cutlass/wheel; \
-	  $(PY) -m pip --disable-pip-version-check download -qq --no-deps -d $$cutlass/wheel \
-	    'nvidia-cutlass>=4.2,<5'; \
-	  $(PY) -m zipfile -e $$cutlass/wheel/*.whl $$cutlass/wheel; \
-	  mv $$cutlass/wheel/cutlass_library/source/include $$cutlass; rm -r $$cutlass/wheel; fi; \
+	fetch() { \
+	  if [ -e "$$1/$$3" ]; then return; fi; \
+	  rm -rf "$$1"; mkdir -p "$$1/wheel"; \
+	  $(PY) -m pip --disable-pip-version-check download -qq --no-deps -d "$$1/wheel" "$$2"; \
+	  $(PY) -m zipfile -e "$$1"/wheel/*.whl "$$1/wheel"; \
+	  mv "$$1"/wheel/$$4 "$$1"; rm -r "$$1/wheel"; }; \
+	name=nvidia-cublas; if [ $$release = 12 ]; then name=nvidia-cublas-cu12; fi; \
+	cublas=out/cublas-cu$$release; cutlass=out/cutlass; \
+	fetch $$cublas "$$name>=$$release,<$$((release + 1))" cublasLt.h 'nvidia/*/include/*.h'; \
+	fetch $$cutlass 'nvidia-cutlass>=4.2,<5' include cutlass_library/source/include; \
 	$(CMAKE) -B out/cuda$$release --log-level=WARNING -DJAX_OVERLAP_CUDA=ON \
 	  -DJAX_OVERLAP_CUBLAS_INCLUDE_DIR='$(CURDIR)'/$$cublas -DJAX_OVERLAP_BUILD_TESTS=ON \
 	  -DJAX_OVERLAP_CUTLASS=ON -DJAX_OVERLAP_CUTLASS_INCLUDE_DIR='$(CURDIR)'/$$cutlass/include \

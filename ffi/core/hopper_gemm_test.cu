@@ -51,13 +51,10 @@ __global__ void Check(const GemmKey key, const T* d, int64_t size, unsigned* wro
 
 template <class T>
 struct Array {
-  Array(int64_t n, int salt) : size(n) {
-    JO_CUDA(cudaMalloc(&data, n * sizeof(T)));
-    Fill<<<256, 256>>>(data, n, salt);
-  }
-  ~Array() { cudaFree(data); }
-  int64_t size;
-  T* data = nullptr;
+  Array(int64_t n, int salt) : size(n), memory(n * sizeof(T)) { Fill<<<256, 256>>>(data, n, salt); }
+  const int64_t size;
+  const Memory memory;
+  T* const data = reinterpret_cast<T*>(memory.data());
 };
 
 template <class T>
@@ -88,13 +85,10 @@ void Case(GemmType type, int64_t m, int64_t n, int64_t k, int64_t batch, bool tr
   const std::string error =
       LaunchHopperGemm({key, x.data, w.data, c.data, d.data, kMultiprocessors}, nullptr);
   JO_CHECK_IN(error.empty(), "%s", error.c_str());
-  unsigned* counted = nullptr;
   unsigned wrong = 1;
-  JO_CUDA(cudaMalloc(&counted, sizeof(wrong)));
-  JO_CUDA(cudaMemset(counted, 0, sizeof(wrong)));
-  Check<<<256, 256>>>(key, d.data, d.size, counted);
-  JO_CUDA(cudaMemcpy(&wrong, counted, sizeof(wrong), cudaMemcpyDeviceToHost));
-  JO_CUDA(cudaFree(counted));
+  const Memory counted(sizeof(wrong));
+  Check<<<256, 256>>>(key, d.data, d.size, reinterpret_cast<unsigned*>(counted.data()));
+  JO_CUDA(cudaMemcpy(&wrong, counted.data(), sizeof(wrong), cudaMemcpyDeviceToHost));
   JO_CHECK_IN(wrong == 0, "[%d x] %d x %d x %d, w%s, %s: %u elements are wrong",
               static_cast<int>(batch), static_cast<int>(m), static_cast<int>(k),
               static_cast<int>(n), transposed ? " transposed" : "", accumulates ? "c + x w" : "x w",

@@ -208,7 +208,6 @@ def check_varying(op: str, avals, axes) -> frozenset:
 
 def _plan(op, abstract_eval, summed_bytes, avals, team, situation, **params):
     results = abstract_eval(*avals, **params)
-    summed = partial(summed_bytes, avals[0], results[0], team.ranks)
     plan = make_plan(
         op,
         params["axes"],
@@ -216,7 +215,15 @@ def _plan(op, abstract_eval, summed_bytes, avals, team, situation, **params):
         team,
         situation,
         params["implementation"],
-        lambda _: _choose(op, avals, results, summed, team, situation, **params),
+        lambda _: _choose(
+            op,
+            avals,
+            results,
+            summed_bytes(avals[0], results[0], team.ranks),
+            team,
+            situation,
+            **params,
+        ),
         no_elements=_all_empty(results) or _all_empty(avals[: params.get("xs", 1)]),
     )
     why = why_not_types(avals[0].dtype, results[0].dtype)
@@ -244,13 +251,13 @@ def _choose(
     xs=1,
     **_,
 ) -> tuple[str, str]:
-    """The algorithm, or LEFT_TO_LAX, and why; summed(): bytes, if by psum."""
+    """The algorithm, or LEFT_TO_LAX, and why; summed: bytes, if by psum."""
     fuses = "0"
     if situation.on_gpu:
         fuses = "1" if implementation == "native" else config.GPU_MATMULS.read()
     asked = fuses != "0"
     if chosen := _by_psum.choose(
-        summed(),
+        summed,
         team,
         situation,
         algorithm=algorithm,
