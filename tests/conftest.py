@@ -1,7 +1,8 @@
 """What holds for every test under pytest.
 
 Ends a test that hangs, refuses skips whose reason is not listed, and fails a whole run
-in which tests silently did not run.
+in which tests silently did not run. Also under pytest-xdist (-n 2), whose workers run
+the tests, and whose first process, which runs none, sees all reports.
 """
 
 import faulthandler
@@ -30,14 +31,15 @@ SKIP_REASONS = (
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _executed: set[str] = set()
-_module_skips: list[str] = []
 _stderr = pytest.StashKey[int]()
 
 
 def pytest_configure(config):
     """Starts the clock; pytest captures nothing yet, so stderr is the real one."""
     config.stash[_stderr] = os.dup(2)
-    _end_after(TIME_LIMIT_S, config)
+    waits_for_workers = config.getoption("dist", "no") != "no"
+    if not waits_for_workers or _is_worker(config):
+        _end_after(TIME_LIMIT_S, config)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -57,23 +59,20 @@ def _end_after(seconds, config):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item, call):
-    """Counts what runs; turns a skip for an unlisted reason into a failure."""
-    report = yield
+    """Turns a skip for an unlisted reason into a failure."""
+    return _refuse_unlisted_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """The same for a module that skips itself."""
+    return _refuse_unlisted_skip((yield))
+
+
+def pytest_runtest_logreport(report):
+    """Counts what runs."""
     if report.when == "call" and not report.skipped:
-        _executed.add(item.nodeid)
-    if report.skipped and (reason := _unlisted_reason(report)):
-        report.outcome = "failed"
-        report.longrepr = (
-            f"{item.nodeid} is skipped for a reason that tests/conftest.py does not "
-            f"list: {reason!r}. Make it run, or add the reason to SKIP_REASONS."
-        )
-    return report
-
-
-def pytest_collectreport(report):
-    """Notes a module that skips itself for an unlisted reason."""
-    if report.skipped and (reason := _unlisted_reason(report)):
-        _module_skips.append(f"{report.nodeid}: {reason!r}")
+        _executed.add(report.nodeid)
 
 
 def pytest_sessionfinish(session):
@@ -83,9 +82,9 @@ def pytest_sessionfinish(session):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Says which tests were left out, and when the count is to be raised."""
-    for line in _missing(config):
-        terminalreporter.write_line(f"ERROR: {line}", red=True)
+    """Says that tests were left out, or when the count is to be raised."""
+    if missing := _missing(config):
+        terminalreporter.write_line(f"ERROR: {missing}", red=True)
     if _is_whole_suite(config) and len(_executed) > EXPECTED_COUNT:
         terminalreporter.write_line(
             f"{len(_executed)} tests ran; EXPECTED_COUNT in tests/conftest.py says "
@@ -93,14 +92,25 @@ def pytest_terminal_summary(terminalreporter, config):
         )
 
 
-def _missing(config) -> list[str]:
-    missing = [f"skipped for an unlisted reason: {skip}" for skip in _module_skips]
-    if _is_whole_suite(config) and len(_executed) < EXPECTED_COUNT:
-        missing.append(
-            f"{len(_executed)} tests ran, {EXPECTED_COUNT} were expected "
-            "(EXPECTED_COUNT in tests/conftest.py)"
+def _missing(config) -> str | None:
+    if _is_worker(config) or not _is_whole_suite(config):
+        return None
+    if len(_executed) >= EXPECTED_COUNT:
+        return None
+    return (
+        f"{len(_executed)} tests ran, {EXPECTED_COUNT} were expected "
+        "(EXPECTED_COUNT in tests/conftest.py)"
+    )
+
+
+def _refuse_unlisted_skip(report):
+    if report.skipped and (reason := _unlisted_reason(report)):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{report.nodeid} is skipped for a reason that tests/conftest.py does not "
+            f"list: {reason!r}. Make it run, or add the reason to SKIP_REASONS."
         )
-    return missing
+    return report
 
 
 def _unlisted_reason(report) -> str | None:
@@ -109,6 +119,10 @@ def _unlisted_reason(report) -> str | None:
     _file, _line, text = report.longrepr
     reason = text.removeprefix("Skipped: ")
     return None if reason.startswith(SKIP_REASONS) else reason
+
+
+def _is_worker(config) -> bool:
+    return hasattr(config, "workerinput")
 
 
 def _is_whole_suite(config) -> bool:

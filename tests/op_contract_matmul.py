@@ -192,10 +192,9 @@ class Matmuls(MatmulForms):
                 beside(jnp.arange(3.0), *operands),
             )
 
-        run = transformed
-        if jax.process_count() > 1:  # as each has a part only
-            whole = NamedSharding(line(RANKS).mesh, P())
-            run = jax.jit(transformed, static_argnums=0, out_shardings=whole)
+        # The whole of it in each process.
+        whole = NamedSharding(line(RANKS).mesh, P())
+        run = jax.jit(transformed, static_argnums=0, out_shardings=whole)
         theirs = functools.partial(self.lax, axis_name="x")
         got, want = (run(call, *operands) for call in (self.call, theirs))
         jax.tree.map(np.testing.assert_array_equal, got, want)
