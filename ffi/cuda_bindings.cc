@@ -22,6 +22,7 @@
 #include "core/gpu_op.h"
 #include "core/gpu_team.h"
 #include "core/handler_tables.h"
+#include "core/hopper_gemm.h"
 #include "core/ledger.h"
 #include "ops/gpu_handlers.h"
 #include "ops/psum_nvshmem.h"
@@ -109,6 +110,7 @@ void Configure(std::map<int, int64_t> local, nb::callable make_region, nb::calla
 NB_MODULE(_ffi_cuda, m) {
   m.attr("api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("probe_bytes") = kProbeBytes;
+  m.attr("cutlass") = HopperGemmName()[0] != '\0';
   m.def("targets", [] { return TargetsOf(kHandlers); }, "FFI targets: name -> stage -> capsule");
   m.def(
       "state_types", [] { return StateTypesOf(kHandlers); },

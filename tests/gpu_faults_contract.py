@@ -47,6 +47,8 @@ class Faults(parameterized.TestCase):
                 *("--timeout", str(LIMIT_S), "--grace", "60"),
                 *("--env", f"JAX_OVERLAP_WAIT_TIMEOUT_S={WAIT_S}"),
                 *("--env", f"JAX_OVERLAP_BY_PSUM_MAX_BYTES={limit}"),
+                # The process of the tests has memory of the same GPUs.
+                *("--env", "XLA_PYTHON_CLIENT_PREALLOCATE=false"),
                 *("--", "python", str(FAULTS / program), op, *args),
             ],
             env=env,

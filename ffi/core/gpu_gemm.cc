@@ -132,21 +132,29 @@ std::vector<Algorithm> Ordered(const std::vector<Algorithm>& algorithms, const R
 }  // namespace
 
 struct GpuGemm::State {
-  std::mutex mutex;
-  std::string folder;
-  const CublasLt* lt = nullptr;
+  // Each has a mutex: who sets it up or measures on it may have to wait for it, and its kernel
+  // for another device, whose thread must not wait here.
   struct Device {
-    cublasLtHandle_t handle;
+    std::mutex mutex;
+    cublasLtHandle_t handle = nullptr;
     cudaDeviceProp properties;
     std::unique_ptr<GpuLane> lane;
+    std::map<std::string, std::unique_ptr<GemmPlan>> plans;
   };
+  std::mutex mutex;  // of the following
+  std::string folder;
+  const CublasLt* lt = nullptr;
   std::map<int, Device> devices;
   std::unique_ptr<TuningCache> cache;
-  std::map<std::pair<int, std::string>, std::unique_ptr<GemmPlan>> plans;
 
-  std::unique_ptr<GpuLane> MakeLane(int ordinal, std::string* error);
+  Device& DeviceAt(int ordinal);
+  std::string Start(int ordinal, Device* device);
+  std::unique_ptr<GpuLane> MakeLane(int ordinal, Device* device, std::string* error);
   std::string Make(const Device& device, const GemmKey& key, GemmPlan* plan);
   std::string Choose(const Device& device, GemmPlan* plan);
+  TuningCache& CacheOf(const Device& device);
+  std::string Remembered(const Device& device, const std::string& key);
+  void Remember(const Device& device, const std::string& key, const std::string& algorithm);
   bool Serves(const Device& device, const GemmPlan& plan, const Algorithm& algorithm) const;
   std::vector<Algorithm> Candidates(const GemmPlan& plan, bool tunes) const;
   std::optional<Algorithm> Fastest(const Device& device, const GemmKey& key,
@@ -165,35 +173,43 @@ GpuGemm& GpuGemm::Get() {
 void GpuGemm::SetCacheFolder(std::string folder) { state_->folder = std::move(folder); }
 
 const GpuLane* GpuGemm::LaneOf(int ordinal, std::string* error) {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  if (const auto found = state_->devices.find(ordinal);
-      found != state_->devices.end() && found->second.lane != nullptr) {
-    return found->second.lane.get();
-  }
-  auto lane = state_->MakeLane(ordinal, error);
-  if (lane == nullptr) return nullptr;
-  return (state_->devices.at(ordinal).lane = std::move(lane)).get();
+  State::Device& device = state_->DeviceAt(ordinal);
+  std::lock_guard<std::mutex> lock(device.mutex);
+  if (device.lane == nullptr) device.lane = state_->MakeLane(ordinal, &device, error);
+  return device.lane.get();
 }
 
 std::unique_ptr<GpuLane> GpuGemm::MakeLane(int ordinal, std::string* error) {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  return state_->MakeLane(ordinal, error);
+  State::Device& device = state_->DeviceAt(ordinal);
+  std::lock_guard<std::mutex> lock(device.mutex);
+  return state_->MakeLane(ordinal, &device, error);
 }
 
-std::unique_ptr<GpuLane> GpuGemm::State::MakeLane(int ordinal, std::string* error) {
-  if (lt == nullptr) lt = CublasLt::Get(error);
-  if (lt == nullptr) return nullptr;
+GpuGemm::State::Device& GpuGemm::State::DeviceAt(int ordinal) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return devices[ordinal];
+}
+
+std::string GpuGemm::State::Start(int ordinal, Device* device) {
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::string error;
+    if (lt == nullptr) lt = CublasLt::Get(&error);
+    if (lt == nullptr) return error;
+  }
+  if (device->handle != nullptr) return "";
+  if (cudaGetDeviceProperties(&device->properties, ordinal) != cudaSuccess ||
+      lt->Create(&device->handle) != CUBLAS_STATUS_SUCCESS) {
+    return "cuBLASLt does not start on device " + std::to_string(ordinal);
+  }
+  return "";
+}
+
+std::unique_ptr<GpuLane> GpuGemm::State::MakeLane(int ordinal, Device* device, std::string* error) {
   const CurrentDevice current(ordinal);
   const RelaxedCapture relaxed;
-  if (devices.count(ordinal) == 0) {
-    Device device = {};
-    if (cudaGetDeviceProperties(&device.properties, ordinal) != cudaSuccess ||
-        lt->Create(&device.handle) != CUBLAS_STATUS_SUCCESS) {
-      *error = "cuBLASLt does not start on device " + std::to_string(ordinal);
-      return nullptr;
-    }
-    devices[ordinal] = std::move(device);
-  }
+  *error = Start(ordinal, device);
+  if (!error->empty()) return nullptr;
   auto lane = std::make_unique<GpuLane>();
   lane->ordinal = ordinal;
   constexpr size_t kWord = 256;
@@ -210,12 +226,12 @@ std::unique_ptr<GpuLane> GpuGemm::State::MakeLane(int ordinal, std::string* erro
 }
 
 const GemmPlan* GpuGemm::PlanOf(int ordinal, const GemmKey& key, std::string* error) {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  std::unique_ptr<GemmPlan>& plan = state_->plans[{ordinal, key.FullText()}];
+  State::Device& device = state_->DeviceAt(ordinal);
+  std::lock_guard<std::mutex> lock(device.mutex);
+  std::unique_ptr<GemmPlan>& plan = device.plans[key.FullText()];
   if (plan != nullptr) return plan.get();
   auto made = std::make_unique<GemmPlan>();
   const CurrentDevice current(ordinal);
-  const State::Device& device = state_->devices.at(ordinal);
   *error = state_->Make(device, key, made.get());
   if (error->empty()) *error = state_->Choose(device, made.get());
   if (!error->empty()) return nullptr;
@@ -259,15 +275,32 @@ std::string GpuGemm::State::Make(const Device& device, const GemmKey& key, GemmP
   return made ? "" : "cuBLASLt does not take a matrix of " + key.FullText();
 }
 
-std::string GpuGemm::State::Choose(const Device& device, GemmPlan* plan) {
-  const GemmKey& key = plan->key;
+// The caller holds the mutex.
+TuningCache& GpuGemm::State::CacheOf(const Device& device) {
   if (cache == nullptr) {
     std::string name = device.properties.name;
     std::replace_if(name.begin(), name.end(), [](char c) { return !isalnum(c); }, '_');
     name += "-cublasLt" + std::to_string(lt->GetVersion()) + HopperGemmName();
     cache = std::make_unique<TuningCache>(folder.empty() ? "" : folder + "/" + name);
   }
-  if (Parse(cache->Get(key.Text()), &plan->algorithm) && Serves(device, *plan, plan->algorithm)) {
+  return *cache;
+}
+
+std::string GpuGemm::State::Remembered(const Device& device, const std::string& key) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return CacheOf(device).Get(key);
+}
+
+void GpuGemm::State::Remember(const Device& device, const std::string& key,
+                              const std::string& algorithm) {
+  std::lock_guard<std::mutex> lock(mutex);
+  CacheOf(device).Put(key, algorithm);
+}
+
+std::string GpuGemm::State::Choose(const Device& device, GemmPlan* plan) {
+  const GemmKey& key = plan->key;
+  if (Parse(Remembered(device, key.Text()), &plan->algorithm) &&
+      Serves(device, *plan, plan->algorithm)) {
     Fastest(device, key, {plan->algorithm});
     return "";
   }
@@ -280,7 +313,7 @@ std::string GpuGemm::State::Choose(const Device& device, GemmPlan* plan) {
   const auto fastest = Fastest(device, key, candidates);
   if (tunes && fastest) {
     plan->algorithm = *fastest;
-    cache->Put(key.Text(), TextOf(*fastest));
+    Remember(device, key.Text(), TextOf(*fastest));
   }
   return "";
 }

@@ -54,10 +54,7 @@ std::string GpuSite::At(int ordinal, const std::function<Need(size_t)>& need,
     if (std::string error = Take(need); !error.empty()) return what_ + ": " + error;
   }
   const auto found = channels_.find(ordinal);
-  if (found == channels_.end()) {
-    return what_ + ": device " + std::to_string(ordinal) +
-           " of this process is not of the mesh that the program was compiled for";
-  }
+  if (found == channels_.end()) return NotOfMesh(ordinal);
   *channel = &found->second;
   return "";
 }
@@ -76,17 +73,36 @@ std::string GpuSite::Take(const std::function<Need(size_t)>& need) {
   if (!error.empty()) return error;
   pool_ = pool;
   const uint64_t descriptor = Descriptor(shared_ ? 0 : CallOf(needed.hash));
-  for (const auto& [ordinal, id] : world.local()) {
-    const auto device = std::find(devices_.begin(), devices_.end(), id);
-    const auto at = std::find(groups_.begin(), groups_.end(), device - devices_.begin());
-    if (at == groups_.end()) continue;  // also where there is no such device
-    error = MakeChannel(at - groups_.begin(), descriptor, &channels_[ordinal]);
+  for (const auto& [ordinal, index] : LocalIndices()) {
+    error = MakeChannel(index, descriptor, &channels_[ordinal]);
     if (error.empty()) continue;
     channels_.erase(ordinal);
     Drop();
     return error;
   }
   return "";
+}
+
+std::map<int, int64_t> GpuSite::LocalIndices() const {
+  std::map<int, int64_t> indices;
+  for (const auto& [ordinal, id] : GpuWorld::Get().local()) {
+    const auto device = std::find(devices_.begin(), devices_.end(), id);
+    const auto at = std::find(groups_.begin(), groups_.end(), device - devices_.begin());
+    // Nor is it there if there is no such device.
+    if (at != groups_.end()) indices[ordinal] = at - groups_.begin();
+  }
+  return indices;
+}
+
+std::map<int, int> GpuSite::LocalRanks() const {
+  std::map<int, int> ranks;
+  for (const auto& [ordinal, index] : LocalIndices()) ranks[ordinal] = index % ranks_;
+  return ranks;
+}
+
+std::string GpuSite::NotOfMesh(int ordinal) const {
+  return what_ + ": device " + std::to_string(ordinal) +
+         " of this process is not of the mesh that the program was compiled for";
 }
 
 uint64_t GpuSite::CallOf(uint64_t hash) const {

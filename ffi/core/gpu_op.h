@@ -38,6 +38,10 @@ class GpuSite {
   const std::string& what() const { return what_; }
   TeamShape shape() const { return {0, ranks_, node_size_}; }
   bool puts() const { return puts_; }
+  // The devices of this process that take part: rank by ordinal.
+  std::map<int, int> LocalRanks() const;
+  // The text of an error about one that does not.
+  std::string NotOfMesh(int ordinal) const;
 
   // The bytes of a channel, and a number that is the same for calls alike only.
   struct Need {
@@ -58,6 +62,8 @@ class GpuSite {
   // `need` null: the shared one.
   std::string At(int ordinal, const std::function<Need(size_t)>& need, const GpuChannel** channel);
   std::string Take(const std::function<Need(size_t)>& need);
+  // The same as indices of `groups_`.
+  std::map<int, int64_t> LocalIndices() const;
   void Drop();
   // What all ranks take a channel of their own, or the shared one, for.
   uint64_t Descriptor(uint64_t hash) const;

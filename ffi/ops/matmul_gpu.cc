@@ -62,15 +62,14 @@ ffi::ErrorOr<std::unique_ptr<MatmulGpuSite>> MatmulGpuSite::Make(const Attribute
 // Algorithms are measured when a site is made, as no peer waits for that: for slots that are
 // large enough, since how large they are is known when the first call begins.
 std::string MatmulGpuSite::Tune() const {
-  const auto& local = GpuWorld::Get().local();
-  if (local.empty()) return "";
-  const int ordinal = local.begin()->first;
-  std::string error;
-  if (GpuGemm::Get().LaneOf(ordinal, &error) == nullptr) return error;
   constexpr int64_t kLarge = std::numeric_limits<int64_t>::max() / 64;
-  for (const MatmulStep& step : spec_.Program(0, kLarge)) {
-    if (error.empty() && step.kind == StepKind::kProduct) {
-      GpuGemm::Get().PlanOf(ordinal, spec_.KeyOf(step), &error);
+  std::string error;
+  for (const auto& [ordinal, rank] : gpu_.LocalRanks()) {
+    if (GpuGemm::Get().LaneOf(ordinal, &error) == nullptr) return error;
+    for (const MatmulStep& step : spec_.Program(rank, kLarge)) {
+      if (error.empty() && step.kind == StepKind::kProduct) {
+        GpuGemm::Get().PlanOf(ordinal, spec_.KeyOf(step), &error);
+      }
     }
   }
   return error;
@@ -78,18 +77,32 @@ std::string MatmulGpuSite::Tune() const {
 
 std::string MatmulGpuSite::LaunchesOf(int32_t ordinal, const MatmulLaunches** launches) {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::unique_ptr<MatmulLaunches>& there = launches_[ordinal];
-  if (there == nullptr) {
+  if (launches_.empty()) {
+    if (std::string error = MakeLaunches(); !error.empty()) {
+      launches_.clear();
+      return error;
+    }
+  }
+  const auto there = launches_.find(ordinal);
+  if (there == launches_.end()) return gpu_.NotOfMesh(ordinal);
+  *launches = there->second.get();
+  return "";
+}
+
+// For all devices of this process at once: to allocate, load or measure on one of them may have
+// to wait for a kernel of another that has begun, and waits for it. And if one fails, all do.
+std::string MatmulGpuSite::MakeLaunches() {
+  for (const auto& [ordinal, rank] : gpu_.LocalRanks()) {
     const GpuChannel* channel = nullptr;
     size_t bytes = 0;
     std::string error = gpu_.ExchangeAt(ordinal, &channel, &bytes);
     if (!error.empty()) return error;
     const GpuLane* const lane = GpuGemm::Get().LaneOf(ordinal, &error);
     if (lane == nullptr) return gpu_.what() + ": " + error;
-    there = MatmulLaunches::Make(spec_, *lane, *channel, bytes, gpu_.CallOf(spec_.Hash()), &error);
-    if (there == nullptr) return gpu_.what() + ": " + error;
+    launches_[ordinal] =
+        MatmulLaunches::Make(spec_, *lane, *channel, bytes, gpu_.CallOf(spec_.Hash()), &error);
+    if (!error.empty()) return gpu_.what() + ": " + error;
   }
-  *launches = there.get();
   return "";
 }
 

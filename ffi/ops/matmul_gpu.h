@@ -39,6 +39,7 @@ class MatmulGpuSite {
  private:
   std::string Tune() const;
   std::string LaunchesOf(int32_t ordinal, const MatmulLaunches** launches);
+  std::string MakeLaunches();
 
   GpuSite gpu_;
   MatmulSpec spec_ = {};

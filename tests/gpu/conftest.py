@@ -19,9 +19,13 @@ _ON_CPU = os.environ.get("JAX_OVERLAP_GPU_TESTS_ON") == "cpu"
 _SKIPPED = cpu_devices.ON_CPU and not _ON_CPU  # nothing is imported for that
 
 if not _SKIPPED:
-    # Before any backend starts. A GPU may be shared with the other ranks, and with the
-    # processes that the tests of faults start.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # Before any backend starts. A GPU may be shared with other ranks.
+    if os.environ.get(jax_overlap.testing.LAUNCH):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # Or there are several in this process, where it is taken now: to take more on one may
+    # have to wait for a kernel of another that waits for this one. The rest is for the
+    # heaps, and for the processes that the tests of faults start.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     # Large sums are left to NCCL: here none is.
     os.environ.setdefault("JAX_OVERLAP_PSUM_MAX_BYTES", str(1 << 30))
     os.environ.setdefault("JAX_OVERLAP_GPU_MATMULS", "1")
