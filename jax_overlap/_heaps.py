@@ -122,6 +122,7 @@ def describe() -> dict:
         "why_not": _cuda.why_missing or _reason or _absence or "",
         "team": None if _world is None else _world.team,
         "ranks_on_a_gpu": 1 if _world is None else _world.sharers,
+        "cutlass": _cuda.ffi is not None and _cuda.ffi.cutlass,
     }
 
 

@@ -23,8 +23,9 @@ def info() -> dict:
       "devices": {platform: number of devices}.
       "native": {"loaded", "why_missing", "targets", "built_for_ffi", "runtime_ffi",
         "test_build"}.
-      "gpu": {"loaded", "why_not", "team", "ranks_on_a_gpu"}: of the module for GPUs;
-        the team is "p2p" (one process) or "nvshmem", None before the first native op.
+      "gpu": {"loaded", "why_not", "team", "ranks_on_a_gpu", "cutlass"}: of the module
+        for GPUs; the team is "p2p" (one process) or "nvshmem", None before the first
+        native op; with CUTLASS there are products for Hopper beside cuBLASLt's.
       "settings": {environment variable: its value, or the default}.
       "lowered": a list of {"op", "implementation", "algorithm", "reason", "count"},
         one for each kind of call lowered in this process; fallbacks to `jax.lax`

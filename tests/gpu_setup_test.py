@@ -121,7 +121,10 @@ class Algorithms(absltest.TestCase):
 
     def test_init_does_nothing_without_gpus(self):
         jax_overlap.init()
-        self.assertIsNone(jax_overlap.info()["gpu"]["team"])
+        gpu = jax_overlap.info()["gpu"]
+        self.assertEqual(
+            (gpu["loaded"], gpu["team"], gpu["cutlass"]), (False, None, False)
+        )
 
     def test_meshes_without_devices_or_gpus(self):
         with mock.patch.object(_cuda, "ffi", object()):
