@@ -22,8 +22,8 @@ if not _SKIPPED:
     # Before any backend starts. A GPU may be shared with other ranks.
     if os.environ.get(jax_overlap.testing.LAUNCH):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    # Or there are several in this process, where it is taken now: to take more on one may
-    # have to wait for a kernel of another that waits for this one. The rest is for the
+    # Or this process has several, and takes their memory now: to take more of one may have
+    # to wait for a kernel of another, which waits for this one. What is left is for the
     # heaps, and for the processes that the tests of faults start.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     # Large sums are left to NCCL: here none is.
