@@ -140,7 +140,8 @@ NB_MODULE(_ffi_cuda, m) {
       "allocate_heap",
       [](int ordinal, size_t bytes) {
         char* heap = nullptr;
-        Raise(AllocateHeap(ordinal, bytes, &heap));
+        const std::string error = AllocateForGood(ordinal, bytes, &heap);
+        if (!error.empty()) Raise("the symmetric heap (JAX_OVERLAP_HEAP_BYTES): " + error);
         return reinterpret_cast<uintptr_t>(heap);
       },
       NoGil());

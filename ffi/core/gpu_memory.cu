@@ -90,17 +90,17 @@ std::string EnablePeers(const std::vector<int>& ordinals) {
   return "";
 }
 
-std::string AllocateHeap(int ordinal, size_t bytes, char** heap) {
+std::string AllocateForGood(int ordinal, size_t bytes, char** memory) {
   const CurrentDevice current(ordinal);
   size_t free = 0, total = 0;
   cudaMemGetInfo(&free, &total);
-  cudaError_t error = cudaMalloc(heap, bytes);
-  if (error == cudaSuccess) error = cudaMemset(*heap, 0, bytes);
+  cudaError_t error = cudaMalloc(memory, bytes);
+  if (error == cudaSuccess) error = cudaMemset(*memory, 0, bytes);
   if (error == cudaSuccess) error = cudaDeviceSynchronize();
   if (error == cudaSuccess) return "";
   cudaGetLastError();
-  return Text("no memory for the symmetric heap", ordinal, error) + ". " + std::to_string(bytes) +
-         " bytes were asked for (JAX_OVERLAP_HEAP_BYTES), " + std::to_string(free) +
+  return Text("no memory", ordinal, error) + ". " + std::to_string(bytes) +
+         " bytes were asked for, " + std::to_string(free) +
          " are free; XLA takes its share first (XLA_PYTHON_CLIENT_MEM_FRACTION)";
 }
 

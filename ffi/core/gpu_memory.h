@@ -15,7 +15,7 @@ namespace jax_overlap {
 std::string EnablePeers(const std::vector<int>& ordinals);
 
 // Zeroed memory of a device, never freed: programs may use it until the process ends.
-std::string AllocateHeap(int ordinal, size_t bytes, char** heap);
+std::string AllocateForGood(int ordinal, size_t bytes, char** memory);
 
 // Clears memory of a device, while anything may run there and a graph be captured.
 std::string ClearMemory(int ordinal, const std::vector<std::pair<char*, size_t>>& ranges);

@@ -1,5 +1,5 @@
-// The fused matmuls on one GPU, in one process: each rank has a stream and a lane of its
-// own, and its peers' heaps are memory of the same device.
+// The fused matmuls in one process: each rank has a stream and a lane of its own, on the GPUs
+// there are in turn, and stores to the heaps of its peers.
 //
 // All calls are launched before any result is read, and one rank is late. Built with a
 // deliberate fault (JAX_OVERLAP_CUDA_MUTANT) it has to fail. Every wait is bounded.
@@ -15,6 +15,8 @@
 #include <vector>
 
 #include "core/cuda_testing.h"
+#include "core/gpu_device.h"
+#include "core/gpu_memory.h"
 #include "ops/all_gather_matmul.h"
 #include "ops/matmul_launch.h"
 #include "ops/matmul_reduce_scatter.h"
@@ -55,6 +57,26 @@ MatmulKind KindOf() {
   return Op::kScatters ? MatmulKind::kScatter : MatmulKind::kReduce;
 }
 
+std::vector<int> Devices() {
+  int count = 0;
+  JO_CUDA(cudaGetDeviceCount(&count));
+  std::vector<int> ordinals;
+  for (int i = 0; i < std::min(count, kMaxRanks); ++i) ordinals.push_back(i);
+  return ordinals;
+}
+
+int DeviceOf(int rank) {
+  static const int count = static_cast<int>(Devices().size());
+  return rank % count;
+}
+
+void Synchronize() {
+  for (const int ordinal : Devices()) {
+    const CurrentDevice current(ordinal);
+    JO_CUDA(cudaDeviceSynchronize());
+  }
+}
+
 // What the ranks of all teams use.
 struct Shared {
   static Shared& Get() {
@@ -62,20 +84,21 @@ struct Shared {
     return *shared;
   }
   Shared() {
-    std::string error;
+    std::string error = EnablePeers(Devices());
+    JO_CHECK_IN(error.empty(), "%s", error.c_str());
     for (int r = 0; r < kMaxRanks; ++r) {
-      lanes[r] = GpuGemm::Get().MakeLane(0, &error);
+      const CurrentDevice current(DeviceOf(r));
+      lanes[r] = GpuGemm::Get().MakeLane(DeviceOf(r), &error);
       JO_CHECK_IN(lanes[r] != nullptr, "%s", error.c_str());
       JO_CUDA(cudaStreamCreateWithFlags(&streams[r], cudaStreamNonBlocking));
     }
-    JO_CUDA(cudaHostAlloc(&statuses, kMaxRanks * sizeof(Status), cudaHostAllocMapped));
+    constexpr unsigned kForAll = cudaHostAllocMapped | cudaHostAllocPortable;
+    JO_CUDA(cudaHostAlloc(&statuses, kMaxRanks * sizeof(Status), kForAll));
     // Loading a kernel while another spins may wait for that one to end.
-    for (const void* kernel : ExchangeKernels()) {
-      cudaFuncAttributes attributes;
-      JO_CUDA(cudaFuncGetAttributes(&attributes, kernel));
-    }
-    Sleep<<<1, 1>>>(1);
-    JO_CUDA(cudaDeviceSynchronize());
+    std::vector<const void*> kernels = ExchangeKernels();
+    kernels.push_back(reinterpret_cast<const void*>(&Sleep));
+    error = LoadKernels(Devices(), kernels);
+    JO_CHECK_IN(error.empty(), "%s", error.c_str());
   }
   std::unique_ptr<GpuLane> lanes[kMaxRanks];
   cudaStream_t streams[kMaxRanks];
@@ -93,7 +116,10 @@ class Team {
     Shared& shared = Shared::Get();
     memset(shared.statuses, 0, kMaxRanks * sizeof(Status));
     constexpr size_t kDirectory = kMaxGpuRanks * sizeof(uint64_t);
-    for (int r = 0; r < ranks_; ++r) heaps_.emplace_back(kDirectory + exchange_bytes);
+    for (int r = 0; r < ranks_; ++r) {
+      const CurrentDevice current(DeviceOf(r));
+      heaps_.emplace_back(kDirectory + exchange_bytes);
+    }
     for (int r = 0; r < ranks_; ++r) {
       GpuChannel channel = {};
       channel.shape = {r, ranks_, ranks_};
@@ -105,7 +131,7 @@ class Team {
       channel.error = &shared.statuses[r];
       for (size_t c = 0; c < cases_.size(); ++c) AddCall(r, c, channel, exchange_bytes);
     }
-    JO_CUDA(cudaDeviceSynchronize());
+    Synchronize();
   }
 
   // All ranks but `absent`, or `only` one, make all calls; `late` sleeps before each.
@@ -114,13 +140,14 @@ class Team {
     for (size_t c = 0; c < cases_.size(); ++c) {
       for (int r = 0; r < ranks_; ++r) {
         if (r == absent || (only >= 0 && r != only)) continue;
+        const CurrentDevice current(DeviceOf(r));
         if (r == late) Sleep<<<1, 1, 0, shared.streams[r]>>>(300);
         const std::string error =
             launches_[r][c]->Run(calls_[r][c], results_[r][c], shared.streams[r]);
         JO_CHECK_IN(error.empty(), "%s", error.c_str());
       }
     }
-    JO_CUDA(cudaDeviceSynchronize());
+    Synchronize();
   }
 
   void Check() const {
@@ -168,6 +195,7 @@ class Team {
 
  private:
   void AddCall(int r, size_t c, const GpuChannel& channel, size_t exchange_bytes) {
+    const CurrentDevice current(DeviceOf(r));
     const MatmulCase& one = cases_[c];
     const MatmulSizes<Op> sizes(one);
     const MatmulInputs<Op> in{sizes, static_cast<int>(c)};
@@ -334,5 +362,5 @@ int main(int argc, char** argv) {
   if (op.empty() || op == "scatter") passed += All<MatmulReduceScatter>(brief);
   if (op.empty() || op == "gather") passed += All<AllGatherMatmul>(brief);
   if (op.empty() || op == "reduce") passed += All<MatmulAllReduce>(brief);
-  std::printf("matmul_test (CUDA): %d passed, 0 failed\n", passed);
+  std::printf("matmul_test (CUDA, %zu devices): %d passed, 0 failed\n", Devices().size(), passed);
 }

@@ -22,9 +22,9 @@ if not _SKIPPED:
     # Before any backend starts. A GPU may be shared with other ranks.
     if os.environ.get(jax_overlap.testing.LAUNCH):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    # Or this process has several, and takes their memory now: to take more of one may have
-    # to wait for a kernel of another, which waits for this one. What is left is for the
-    # heaps, and for the processes that the tests of faults start.
+    # Or this process has several, and takes their memory now: to take more of one may
+    # have to wait for a kernel of another, which waits for this one. The rest is for
+    # the heaps, and for the processes that the tests of faults start.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     # Large sums are left to NCCL: here none is.
     os.environ.setdefault("JAX_OVERLAP_PSUM_MAX_BYTES", str(1 << 30))
