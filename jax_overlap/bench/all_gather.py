@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from jax_overlap.bench import collectives
 
 add_arguments = collectives.add_arguments
 
 
-def run(args: argparse.Namespace) -> list[dict]:
+def run(args: argparse.Namespace) -> Iterator[dict]:
     """Measures and prints; one row for each size and number of devices."""
     return collectives.run("all_gather", args, tiled=True)

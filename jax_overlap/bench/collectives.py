@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_overlap
-from jax_overlap.bench import harness
+from jax_overlap.bench import harness, rows
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _BASELINE = "lax"
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[1 << k for k in range(10, 23, 2)],
         help="of one rank's operand, in bytes, such as 64K",
     )
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", type=harness.dtype_name, default="float32")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each row")
 
 
@@ -45,7 +45,7 @@ def run(
     variants: dict[str, dict] | None = None,
     cut: bool = False,
     **options,
-) -> list[dict]:
+) -> Iterator[dict]:
     """Measures and prints; one row for each size and number of devices.
 
     Args:
@@ -61,45 +61,47 @@ def run(
     }
     for name, own in (variants or {"auto": {}}).items():
         calls[name] = functools.partial(getattr(jax_overlap, op), **options, **own)
-    rows = []
-    print(
+    rows.say(
         f"time of jax_overlap.{op} over that of lax.{op}, {args.dtype}, awaited, "
         "medians of interleaved calls"
     )
-    for count in args.devices:
-        mesh = Mesh(jax.devices()[:count], ("x",))
-        for nbytes in args.sizes:
-            rows.append(_row(op, calls, mesh, nbytes, args, cut))
-            print(_line(rows[-1]), flush=True)
-    return rows
+    tasks = (
+        _task(op, calls, Mesh(jax.devices()[:count], ("x",)), nbytes, args, cut)
+        for count in args.devices
+        for nbytes in args.sizes
+    )
+    yield from rows.measured(tasks, _line)
 
 
-def _row(
+def _task(
     op: str,
     calls: dict[str, Callable],
     mesh: Mesh,
     nbytes: int,
     args: argparse.Namespace,
     cut: bool,
-) -> dict:
+) -> rows.Task:
     dtype = jnp.dtype(args.dtype)
     ranks = mesh.devices.size
     unit = ranks if cut else 1
     length = max(1, nbytes // dtype.itemsize // unit) * unit
-    values = np.random.default_rng(0).standard_normal(ranks * length)
-    x = jax.device_put(values.astype(dtype), NamedSharding(mesh, P("x")))
-
-    variants = {
-        name: harness.on_ranks(call, mesh, [x], P("x"), P("x"))
-        for name, call in calls.items()
-    }
-    return {
+    about = {
         "op": op,
         "ranks": ranks,
         "bytes": length * dtype.itemsize,
         "dtype": args.dtype,
-        **harness.compare(variants, _BASELINE, args.seconds),
     }
+
+    def make():
+        values = np.random.default_rng(0).standard_normal(ranks * length)
+        x = jax.device_put(values.astype(dtype), NamedSharding(mesh, P("x")))
+        variants = {
+            name: harness.on_ranks(call, mesh, [x], P("x"), P("x"))
+            for name, call in calls.items()
+        }
+        return harness.compare(variants, _BASELINE, args.seconds)
+
+    return about, make
 
 
 def _line(row: dict) -> str:

@@ -11,19 +11,22 @@ import argparse
 import functools
 import statistics
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_overlap
 import jax_overlap.testing
-from jax_overlap.bench import harness
+from jax_overlap.bench import gpu_values, harness, rows
 
-_SHORT, _LONG = 10, 110  # calls
-_PASSES = 10  # of which the median is a round's
+# Calls of the two programs, and passes of each, of which the median is a round's.
+_CALLS, _PASSES = (10, 110), 10
+_LARGE_BYTES, _LARGE_CALLS, _LARGE_PASSES = 64 << 20, (2, 12), 3
+_DEFAULT, _BASELINE = "default", "lax"
 
 
 def add_arguments(parser: argparse.ArgumentParser, rounds: int = 5) -> None:
@@ -47,49 +50,81 @@ def start() -> tuple[Mesh, bool]:
     return mesh, jax_overlap.info()["gpu"]["ranks_on_a_gpu"] > 1
 
 
-def run(op: str, args: argparse.Namespace, variants: dict[str, dict]) -> list[dict]:
-    """Measures and prints; a row for each size, without and with a multiply between."""
+def require_gpus() -> None:
+    """Ends the program if JAX has no GPUs, or native ops none that they can use."""
+    jax_overlap.testing.initialize()
+    try:
+        platform = jax.default_backend()
+    except RuntimeError as error:  # JAX_PLATFORMS asks for what is not there
+        raise SystemExit(f"--gpu: {error}") from None
+    if platform != "gpu":
+        raise SystemExit(
+            f"--gpu: JAX has no GPU here, its devices are {jax.devices()}. Install "
+            "jax[cuda13], or leave out --gpu."
+        )
+    jax_overlap.init()
+    if why := jax_overlap.info()["gpu"]["why_not"]:
+        raise SystemExit(f"--gpu: native ops cannot run here: {why}.")
+
+
+def run(op: str, args: argparse.Namespace, variants: dict[str, dict]) -> Iterator[dict]:
+    """Measures and prints; a row for each size, without and with a multiply between.
+
+    Args:
+      op: the name of the function in `jax_overlap` and in `jax.lax`.
+      args: what `add_arguments` has asked for.
+      variants: options of `jax_overlap`'s function, by the name of the variant;
+        beside them it is measured as it is without options.
+    """
     mesh, shared = start()
-    # XLA's own kernels instead of NCCL: XLA_FLAGS, another run.
-    baselines = [] if shared else ["lax"]
-    rows = []
-    if jax.process_index() == 0:
-        print(
-            f"us a call of {op} in a program, {args.dtype}, {mesh.devices.size} ranks, "
-            f"median of {args.rounds} rounds (least-most)"
-        )
-        if shared:
-            print("no jax.lax beside it: ranks share a GPU, where NCCL is slow")
-    for nbytes in args.sizes:
-        for multiply in (False, True):
-            rows.append(_row(op, mesh, nbytes, multiply, variants, baselines, args))
-            if jax.process_index() == 0:
-                print(_line(rows[-1]), flush=True)
-    return rows
-
-
-def _row(op, mesh, nbytes, multiply, variants, baselines, args) -> dict:
-    dtype = jnp.dtype(args.dtype)
-    length = max(1, nbytes // dtype.itemsize)
-    rows = np.random.default_rng(0).standard_normal((mesh.devices.size, length))
-    x = jax.make_array_from_callback(
-        rows.shape,
-        NamedSharding(mesh, P("x")),
-        lambda index: rows[index].astype(dtype),
-    )
-    calls: dict = {
-        name: functools.partial(
-            getattr(jax_overlap, op), implementation="native", **own
-        )
+    ours = getattr(jax_overlap, op)
+    calls = {
+        name: functools.partial(ours, implementation="native", **own)
         for name, own in variants.items()
     }
-    calls |= {name: getattr(jax.lax, op) for name in baselines}
+    # XLA's own kernels instead of NCCL: XLA_FLAGS, another run.
+    if not shared:
+        calls |= {_DEFAULT: ours, _BASELINE: getattr(jax.lax, op)}
+    rows.say(
+        f"us a call of {op} in a program, {args.dtype}, {mesh.devices.size} ranks, "
+        f"median of {args.rounds} rounds (least-most)"
+    )
+    if shared:
+        rows.say("no jax.lax beside it: ranks share a GPU, where NCCL is slow")
+    ratios = [] if shared else [f"{name} / lax" for name in calls if name != _BASELINE]
+    rows.say(rows.table_head(["op", "KB", "between", *calls, *ratios]))
+    tasks = (
+        _task(op, mesh, nbytes, multiply, calls, args)
+        for nbytes in args.sizes
+        for multiply in (False, True)
+    )
+    yield from rows.measured(tasks, _line)
+
+
+def _task(op, mesh, nbytes, multiply, calls, args) -> rows.Task:
+    dtype = jnp.dtype(args.dtype)
+    length = max(1, nbytes // dtype.itemsize)
+    about = {
+        "op": op,
+        "ranks": mesh.devices.size,
+        "processes": jax.process_count(),
+        "bytes": length * dtype.itemsize,
+        "dtype": args.dtype,
+        "multiply": multiply,
+    }
+    return about, lambda: _row(mesh, dtype, length, multiply, calls, args.rounds)
+
+
+def _row(mesh, dtype, length, multiply, calls, rounds: int) -> dict:
+    x = gpu_values.operand(mesh, 0, (mesh.devices.size, length), P("x"), dtype)
+    large = length * dtype.itemsize >= _LARGE_BYTES
+    counts, passes = (_LARGE_CALLS, _LARGE_PASSES) if large else (_CALLS, _PASSES)
     programs = {
         name: [
             harness.on_ranks(
                 _repeated(call, multiply, count), mesh, [x], P("x"), P("x")
             )
-            for count in (_SHORT, _LONG)
+            for count in counts
         ]
         for name, call in calls.items()
     }
@@ -97,22 +132,25 @@ def _row(op, mesh, nbytes, multiply, variants, baselines, args) -> dict:
         for program in pair * 2:
             jax.block_until_ready(program())
     times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(args.rounds):  # as many on all ranks, and in one order
-        for name, (short, long) in programs.items():
-            difference = _seconds(long) - _seconds(short)
-            times[name].append(difference / (_LONG - _SHORT) * 1e6)
-    return {
-        "op": op,
-        "ranks": mesh.devices.size,
-        "processes": jax.process_count(),
-        "bytes": length * dtype.itemsize,
-        "dtype": args.dtype,
-        "multiply": multiply,
-        "us_a_call": {
-            name: {"median": statistics.median(t), "least": min(t), "most": max(t)}
-            for name, t in times.items()
-        },
+    seconds = functools.partial(_seconds, passes=passes)
+    for turn in range(rounds):  # as many on all ranks, and in one order
+        for name in harness.shuffled(programs, turn):
+            short, long = programs[name]
+            more = harness.difference(seconds, short, long, turn)
+            times[name].append(more / (counts[1] - counts[0]) * 1e6)
+    row = {
+        "calls": counts,
+        "passes": passes,
+        "us_a_call": {name: harness.spread(t) for name, t in times.items()},
+        "us_by_round": {name: [round(us, 3) for us in t] for name, t in times.items()},
     }
+    if base := times.get(_BASELINE):
+        row["over_lax"] = {
+            name: harness.by_round(t, base)
+            for name, t in times.items()
+            if name != _BASELINE
+        }
+    return row
 
 
 def _repeated(call, multiply, count):
@@ -126,9 +164,9 @@ def _repeated(call, multiply, count):
     return local
 
 
-def _seconds(program) -> float:
+def _seconds(program, passes: int) -> float:
     times = []
-    for _ in range(_PASSES):
+    for _ in range(passes):
         start = time.perf_counter()
         jax.block_until_ready(program())
         times.append(time.perf_counter() - start)
@@ -136,9 +174,12 @@ def _seconds(program) -> float:
 
 
 def _line(row: dict) -> str:
-    times = ", ".join(
-        f"{name} {t['median']:.2f} ({t['least']:.2f}-{t['most']:.2f})"
-        for name, t in row["us_a_call"].items()
+    between = "a multiply" if row["multiply"] else ""
+    spread = "{median:.2f} ({least:.2f}-{most:.2f})"
+    return rows.table_line(
+        [
+            *(row["op"], f"{row['bytes'] / 1024:.0f}", between),
+            *(spread.format(**t) for t in row["us_a_call"].values()),
+            *(spread.format(**r) for r in row.get("over_lax", {}).values()),
+        ]
     )
-    between = " and a multiply" if row["multiply"] else ""
-    return f"{row['bytes'] / 1024:7.0f} KB{between}: {times}"

@@ -46,9 +46,10 @@ def operand(mesh: Mesh, seed: int, shape, spec: P, dtype) -> jax.Array:
 
 
 def _values(seed, rank, shape, dtype):
-    return jax.random.normal(
-        jax.random.fold_in(jax.random.key(seed), rank), shape, dtype
-    )
+    key = jax.random.fold_in(jax.random.key(seed), rank)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.random.randint(key, shape, -3, 4, dtype)
+    return jax.random.normal(key, shape, dtype)
 
 
 _values_here = jax.jit(_values, static_argnums=(2, 3))

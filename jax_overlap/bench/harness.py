@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -10,11 +11,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 
 import jax_overlap
+from jax_overlap import config
+from jax_overlap._plan import NATIVE_DTYPES
 
 
 def use_cpu_devices(count: int) -> None:
@@ -23,6 +26,15 @@ def use_cpu_devices(count: int) -> None:
     os.environ.setdefault("NPROC", str(max(16, 2 * count)))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
+
+
+def dtype_name(text: str) -> str:
+    """The name of a dtype that native ops take."""
+    if text not in NATIVE_DTYPES:
+        raise argparse.ArgumentTypeError(
+            f"expected one of {', '.join(NATIVE_DTYPES)}, got {text}"
+        )
+    return text
 
 
 def interleave(
@@ -71,6 +83,37 @@ def on_ranks(call: Callable, mesh, operands, in_specs, out_specs):
     return lambda: f(*operands)
 
 
+def shuffled(names: Iterable[str], turn: int) -> list[str]:
+    """The names in another order each round, the same in all processes."""
+    order = list(names)
+    random.Random(turn).shuffle(order)
+    return order
+
+
+def difference(
+    seconds: Callable[[Callable], float], short: Callable, long: Callable, turn: int
+) -> float:
+    """What a long program takes more than a short one; which goes first alternates."""
+    if turn % 2:
+        least = seconds(short)
+        return seconds(long) - least
+    return seconds(long) - seconds(short)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {
+        "median": statistics.median(values),
+        "least": min(values),
+        "most": max(values),
+    }
+
+
+def by_round(over: list[float], under: list[float]) -> dict[str, float]:
+    """The ratios of what was measured in the same round."""
+    return spread([a / b for a, b in zip(over, under, strict=True)])
+
+
 def compare(
     variants: dict[str, Callable[[], object]],
     baseline: str,
@@ -112,6 +155,7 @@ def write_json(path: str, rows: list[dict]) -> None:
         return
     # Where this machine keeps the file is nobody else's business.
     options = [os.path.basename(a) if a == path else a for a in sys.argv[1:]]
+    about = jax_overlap.info()
     record = {
         "command": " ".join(["python -m jax_overlap.bench", *options]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -123,14 +167,20 @@ def write_json(path: str, rows: list[dict]) -> None:
             "kind": jax.devices()[0].device_kind,
         },
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "versions": {
-            k: v for k, v in jax_overlap.info()["versions"].items() if v is not None
+        "settings": {
+            name: value
+            for name, value in about["settings"].items()
+            if name != config.TUNING_DIR.name
         },
+        "versions": {k: v for k, v in about["versions"].items() if v is not None},
         "rows": rows,
     }
-    with open(path, "w") as file:
+    # What is there stays whole, should the program end meanwhile.
+    part = f"{path}.part"
+    with open(part, "w") as file:
         json.dump(record, file, indent=1)
         file.write("\n")
+    os.replace(part, path)
 
 
 def _processor() -> str:

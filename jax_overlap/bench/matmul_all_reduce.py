@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -19,6 +20,6 @@ _OP = gpu_matmuls.Op(
 )
 
 
-def run(args: argparse.Namespace) -> list[dict]:
+def run(args: argparse.Namespace) -> Iterator[dict]:
     """Measures and prints; one row for each size and number of devices."""
     return matmuls.run(_OP, args, ("in_place",))

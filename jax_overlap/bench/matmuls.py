@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import jax_overlap
-from jax_overlap.bench import gpu_matmuls, harness
+from jax_overlap.bench import gpu_matmuls, harness, rows
 
 _BASELINE = "lax"
 
@@ -29,14 +29,18 @@ def add_arguments(
         default=[512, 1024, 2048],
         help="m = n = k of the matmul of all ranks together",
     )
-    parser.add_argument("--dtype", help="default: float32, on GPUs bfloat16")
+    parser.add_argument(
+        "--dtype",
+        type=harness.dtype_name,
+        help="default: float32, on GPUs bfloat16",
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="for each row")
     gpu_matmuls.add_arguments(parser, peers)
 
 
 def run(
     op: gpu_matmuls.Op, args: argparse.Namespace, algorithms: Iterable[str]
-) -> list[dict]:
+) -> Iterator[dict]:
     """Measures and prints; one row for each size and number of devices.
 
     Args:
@@ -45,23 +49,33 @@ def run(
       algorithms: those to measure on CPU.
     """
     if args.gpu:
-        return gpu_matmuls.run(op, args)
+        yield from gpu_matmuls.run(op, args)
+        return
     args.dtype = args.dtype or "float32"
     ours = getattr(jax_overlap, op.name)
     calls: dict[str, Callable] = {_BASELINE: op.serial}
     calls |= {name: partial(ours, algorithm=name) for name in algorithms}
     harness.use_cpu_devices(max(args.devices))
-    print(
+    rows.say(
         f"time of jax_overlap.{op.name} over that of lax, {args.dtype}, m = n = k, "
         "awaited"
     )
-    rows = []
-    for count in args.devices:
-        mesh = Mesh(jax.devices()[:count], ("x",))
-        for size in args.sizes:
-            rows.append(_row(op, calls, mesh, size, args))
-            print(_line(rows[-1]), flush=True)
-    return rows
+    tasks = (
+        _task(op, calls, Mesh(jax.devices()[:count], ("x",)), size, args)
+        for count in args.devices
+        for size in args.sizes
+    )
+    yield from rows.measured(tasks, _line)
+
+
+def _task(op, calls, mesh, size: int, args) -> rows.Task:
+    about = {
+        "op": op.name,
+        "ranks": mesh.devices.size,
+        "size": size,
+        "dtype": args.dtype,
+    }
+    return about, partial(_row, op, calls, mesh, size, args)
 
 
 def _row(op, calls, mesh, size: int, args) -> dict:
@@ -77,13 +91,7 @@ def _row(op, calls, mesh, size: int, args) -> dict:
         name: harness.on_ranks(call, mesh, operands, op.specs[:2], op.specs[2])
         for name, call in calls.items()
     }
-    return {
-        "op": op.name,
-        "ranks": mesh.devices.size,
-        "size": size,
-        "dtype": args.dtype,
-        **harness.compare(variants, _BASELINE, args.seconds, at_least=11),
-    }
+    return harness.compare(variants, _BASELINE, args.seconds, at_least=11)
 
 
 def _line(row: dict) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from jax_overlap.bench import collectives, gpu_calls
 
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpu_calls.add_arguments(parser)
 
 
-def run(args: argparse.Namespace) -> list[dict]:
+def run(args: argparse.Namespace) -> Iterator[dict]:
     """Measures and prints; one row for each size and number of devices."""
     variants = {
         name: {"algorithm": None if name == "auto" else name}

@@ -78,9 +78,11 @@ def times(
         for program in pair:
             _seconds(program, ready)
     own: dict[str, list[float]] = {name: [] for name in pairs}
-    for _ in range(rounds):
-        for name, (short, long) in pairs.items():
-            more = _seconds(long, ready) - _seconds(short, ready)
+    seconds = partial(_seconds, ready=ready)
+    for turn in range(rounds):
+        for name in harness.shuffled(pairs, turn):
+            short, long = pairs[name]
+            more = harness.difference(seconds, short, long, turn)
             own[name].append(more / (calls[1] - calls[0]) * 1e6)
     everybody = everyone(own)
     return {
