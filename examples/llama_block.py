@@ -6,13 +6,15 @@ or, on GPUs or in several processes (examples/devices.py says how), with `--mode
 `70b` or `405b`. Tensor parallel: forward, forward and backward, both sequence
 parallel, and decode steps with a cache. Both forms have the same weights and inputs;
 their outputs and gradients have to agree, and those of `--model tiny` with a reference
-by jax.numpy. A time is that of a step of this process until its results are there, the
-median of --repeats; the forms take turns.
+by jax.numpy: if not, the exit code is 1, once all is timed. A time is that of a step of
+this process until its results are there, the median of --repeats; the forms take turns.
 """
 
 import argparse
 import dataclasses
 import json
+import math
+import os
 import pathlib
 import statistics
 import sys
@@ -112,15 +114,20 @@ def tolerance(dtype: str, ranks: int, platform: str) -> float:
     return 4 * min(ranks, 4) ** 0.5 * rounding
 
 
-def check(step: str, who: str, errors: dict[str, float], allowed: float) -> float:
-    """Fails unless all errors are small; returns the largest."""
-    for what, error in errors.items():
-        if not error <= allowed:  # asked this way round, as a NaN compares false
-            sys.exit(
-                f"FAILED: {step}: {what} of {who} differ by {error:.2g} (of their "
-                f"norm); at most {allowed:.2g} is allowed."
-            )
-    return max(errors.values())
+def largest(errors: dict[str, float]) -> tuple[str, float]:
+    """Of what, and how large; a NaN is larger than any number."""
+    return max(errors.items(), key=lambda e: math.inf if math.isnan(e[1]) else e[1])
+
+
+def disagreement(step: str, who: str, errors: dict[str, float], allowed: float) -> str:
+    """What to say if not all errors are small, else ""."""
+    what, error = largest(errors)
+    if error <= allowed:  # asked this way round, as a NaN compares false
+        return ""
+    return (
+        f"{step}: {what} of {who} differ by {error:.2g} (of their norm); at most "
+        f"{allowed:.2g} is allowed."
+    )
 
 
 def medians(calls: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
@@ -153,16 +160,19 @@ def measure(model, reference, step, args: argparse.Namespace) -> dict[str, Any]:
         pairs |= {
             f"{form} and the reference": [form, "the reference"] for form in forms
         }
-    errors = {}
+    errors, disagreements = {}, []
     for who, (ours, theirs) in pairs.items():
         found = llama.relative_errors(results[ours], results[theirs])
         found = {what: float(error) for what, error in found.items()}
-        errors[who] = check(step.name, who, found, args.tolerance)
+        _, errors[who] = largest(found)
+        if why := disagreement(step.name, who, found, args.tolerance):
+            disagreements.append(why)
     del results  # before the memory is needed
     return {
         "step": step.name,
         "calls": {form: devices.carried_out(c.plans) for form, c in calls.items()},
         "errors": errors,
+        "disagreements": disagreements,
         "ms": medians(calls, args),
     }
 
@@ -175,6 +185,25 @@ def show(row: dict[str, Any]) -> None:
         devices.say(f"  {form:<8}{ms:12.3f} ms{ratio}   {row['calls'][form]}")
     for who, error in row["errors"].items():
         devices.say(f"  {who} differ by {error:.2g}")
+    for why in row["disagreements"]:
+        devices.say(f"  FAILED: {why}")
+
+
+def write(args: argparse.Namespace, kind: str, rows: list[dict[str, Any]]) -> None:
+    """Writes what there is; a file that is there stays whole, whatever happens."""
+    import jax
+
+    if not (args.json and devices.writes()):
+        return
+    about = {
+        "device": kind,
+        "processes": jax.process_count(),
+        "jax": jax.__version__,
+    }
+    text = json.dumps({**vars(args), **about, "steps": rows}, indent=1)
+    part = pathlib.Path(f"{args.json}.part")
+    part.write_text(text + "\n", encoding="utf-8")
+    os.replace(part, args.json)
 
 
 def main(argv=None) -> None:
@@ -206,19 +235,15 @@ def main(argv=None) -> None:
     for step in llama.steps(model, args.tokens, args.decode, args.cache):
         rows.append(measure(model, reference, step, args))
         show(rows[-1])
+        write(args, kind, rows)  # now, as the next step may end the program
+    if args.json:
+        devices.say(f"\nWrote {args.json}.")
+    if failed := [why for row in rows for why in row["disagreements"]]:
+        sys.exit("\n".join(f"FAILED: {why}" for why in failed))
     if any(row["errors"] for row in rows):
         devices.say(f"\nResults agree (allowed: {args.tolerance:.2g} of their norm).")
     else:
         devices.say("\nNothing was compared: ask for both, or for --model tiny.")
-    if args.json and devices.writes():
-        about = {
-            "device": kind,
-            "processes": jax.process_count(),
-            "jax": jax.__version__,
-        }
-        text = json.dumps({**vars(args), **about, "steps": rows}, indent=1)
-        pathlib.Path(args.json).write_text(text + "\n", encoding="utf-8")
-        devices.say(f"Wrote {args.json}.")
 
 
 if __name__ == "__main__":

@@ -54,19 +54,19 @@ class LlamaBlock(absltest.TestCase):
         self.assertEqual(child.out.count("Results agree"), 1)
 
     def test_results_that_differ(self):
-        """The comparison can fail."""
+        """The comparison can fail; all is timed and written all the same."""
         program = f"""
 import sys
 sys.path.insert(0, {str(EXAMPLE.parent)!r})
 import devices, llama_block as b
-assert b.check("step", "a and b", {{"outputs": 1e-9, "gradients": 1e-8}}, 1e-7) == 1e-8
+right = {{"outputs": 1e-9, "gradients": 1e-8}}
+assert b.disagreement("step", "a and b", right, 1e-7) == ""
+assert b.largest(right) == ("gradients", 1e-8)
 for bad in (2e-7, float("nan")):
-    try:
-        b.check("step", "a and b", {{"outputs": 0.0, "gradients": bad}}, 1e-7)
-    except SystemExit as e:
-        assert "FAILED: step: gradients of a and b" in str(e), e
-    else:
-        raise AssertionError(bad)
+    for more in (0.0, 1e-7):
+        errors = {{"outputs": more, "gradients": bad, "gradients of x": more}}
+        why = b.disagreement("step", "a and b", errors, 1e-7)
+        assert why.startswith("step: gradients of a and b differ by"), why
 set_up = devices.set_up
 
 def with_a_fault(args):
@@ -76,14 +76,24 @@ def with_a_fault(args):
     jax_overlap.matmul_reduce_scatter = lambda *a, **k: 1.1 * right(*a, **k)
 
 devices.set_up = with_a_fault
-b.main(["--devices", "2", "--tokens", "8", "--decode"])
+b.main(["--devices", "2", "--tokens", "8", "--decode", "--json", sys.argv[1]])
 """
-        child = run("-c", program)
-        self.assertEqual(child.code, 1, child.err)
-        self.assertRegex(
-            child.err,
-            r"^FAILED: forward, 8 tokens: outputs of overlap and xla differ by 0\.0",
-        )
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "times.json")
+            child = run("-c", program, str(path))
+            self.assertEqual(child.code, 1, child.err)
+            told = json.loads(path.read_text())
+        found = r"forward, 8 tokens: outputs of overlap and xla differ by 0\.0"
+        self.assertRegex(child.err, f"^FAILED: {found}")
+        self.assertRegex(child.out, f"FAILED: {found}")
+        self.assertNotIn("agree", child.out)
+        self.assertEqual([row["step"] for row in told["steps"]], STEPS)
+        for row in told["steps"]:
+            self.assertEqual(list(row["ms"]), ["overlap", "xla"])
+            # With xla, and with the reference; which xla agrees with.
+            self.assertLen(row["disagreements"], 2)
+            self.assertGreater(row["errors"]["overlap and xla"], told["tolerance"])
+            self.assertLess(row["errors"]["xla and the reference"], told["tolerance"])
 
     def test_sizes_that_will_not_do(self):
         child = run(str(EXAMPLE), "--tokens", "30")
