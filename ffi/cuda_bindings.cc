@@ -25,6 +25,7 @@
 #include "core/hopper_gemm.h"
 #include "core/ledger.h"
 #include "ops/gpu_handlers.h"
+#include "ops/psum_launch.h"
 #include "ops/psum_nvshmem.h"
 #include "xla/ffi/api/c_api.h"
 

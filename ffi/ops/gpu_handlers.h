@@ -1,7 +1,5 @@
-// The GPU handlers and kernels of all ops: a line each.
+// The GPU handlers of all ops: a line each.
 #pragma once
-
-#include <vector>
 
 #include "ops/psum_nvshmem.h"
 
@@ -16,8 +14,5 @@ Handler PsumGpuHandler();
 
 // Where psum finds its kernels that put (ops/psum_nvshmem.h).
 void UsePsumOverPut(LaunchPsumOverPutFn* launch);
-
-// To be loaded before any runs: loading one while another spins may wait for that one.
-std::vector<const void*> PsumKernels();
 
 }  // namespace jax_overlap

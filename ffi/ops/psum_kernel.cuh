@@ -12,28 +12,9 @@
 #include "core/gpu_channel.h"
 #include "core/status.h"
 #include "ops/psum.h"
+#include "ops/psum_launch.h"
 
 namespace jax_overlap {
-
-constexpr int kMaxLeaves = 32;  // operands of one launch
-
-// An operand. Its pieces go to the blocks in turn, from block `first_block` on.
-struct PsumLeaf {
-  const void* in;
-  void* out;
-  size_t count;  // of elements
-  uint32_t pieces;
-  uint32_t first_block;
-};
-
-struct PsumArguments {
-  uint32_t block_bytes;  // of the channel, for each block
-  uint32_t piece;        // elements, at most
-  uint32_t leaf_count;
-  PsumLeaf leaf;  // the first; most calls have one
-  GpuChannel channel;
-  PsumLeaf more[kMaxLeaves - 1];
-};
 
 // What a failed call leaves as its result: NaN, or the smallest integer.
 template <class T>

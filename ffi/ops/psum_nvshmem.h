@@ -7,7 +7,7 @@
 
 namespace jax_overlap {
 
-struct PsumArguments;  // ops/psum_kernel.cuh, which only nvcc reads
+struct PsumArguments;  // ops/psum_launch.h
 
 // Starts psum for a team in which some peer's heap is not mapped: an algorithm that reaches
 // those by puts, which is nvrar alone. `dtype` is an XLA_FFI_DataType. The channel is laid out by
