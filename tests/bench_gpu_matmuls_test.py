@@ -99,6 +99,12 @@ class Rows(parameterized.TestCase):
         self.assertRegex(out, "FAILED: op .* 16x32x24 is off by")
         self.assertIn("16x32x24 is off by", traceback.getvalue())
 
+    def test_a_wrong_value_in_another_process(self):
+        others = mock.patch.object(gpu_matmuls, "everyone", lambda own: [own, 0.5])
+        with others, contextlib.redirect_stderr(io.StringIO()):
+            [row], _ = bench("matmul_all_reduce", "--shapes", "16x32x24")
+        self.assertIn("is off by 0.5 of", row["error"])
+
     def test_rows_that_no_rank_can_have_a_part_of(self):
         [row], out = bench("matmul_reduce_scatter", "--shapes", "1x32x24")
         self.assertIn("1 is not divisible by", row["left_out"])

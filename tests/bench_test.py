@@ -89,6 +89,9 @@ class Command(absltest.TestCase):
     def test_no_gpu(self):
         with self.assertRaisesRegex(SystemExit, "--gpu: JAX has no GPU here"):
             main(["psum", "--gpu"])
+        nothing = mock.patch.object(jax, "default_backend", side_effect=AssertionError)
+        with nothing, self.assertRaisesRegex(SystemExit, "has no device of"):
+            main(["psum", "--gpu"])
         err = io.StringIO()
         with contextlib.redirect_stderr(err), self.assertRaises(SystemExit):
             main(["psum", "--gpu", "--dtype", "bfloat61"])
@@ -108,6 +111,8 @@ class Collectives(parameterized.TestCase):
         for row in told["rows"]:
             self.assertEqual(list(row["us_a_call"]), [*ours, "lax"])
             self.assertEqual(list(row["over_lax"]), ours)
+            self.assertEqual(list(row["algorithms"]), ours)
+            self.assertEqual(row["algorithms"]["one_shot"], "one_shot")
             self.assertEqual(row["calls"], [1, 2] if row["bytes"] == 4096 else [1, 3])
         head, rule, *lines = out.splitlines()[1:]
         self.assertLen({text.count(" | ") for text in (head, rule, *lines)}, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -55,8 +56,11 @@ def require_gpus() -> None:
     jax_overlap.testing.initialize()
     try:
         platform = jax.default_backend()
-    except RuntimeError as error:  # JAX_PLATFORMS asks for what is not there
-        raise SystemExit(f"--gpu: {error}") from None
+    except (RuntimeError, AssertionError) as error:
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        raise SystemExit(
+            f"--gpu: JAX has no device of JAX_PLATFORMS={asked!r} here. {error}"
+        ) from None
     if platform != "gpu":
         raise SystemExit(
             f"--gpu: JAX has no GPU here, its devices are {jax.devices()}. Install "
@@ -92,7 +96,7 @@ def run(op: str, args: argparse.Namespace, variants: dict[str, dict]) -> Iterato
     if shared:
         rows.say("no jax.lax beside it: ranks share a GPU, where NCCL is slow")
     ratios = [] if shared else [f"{name} / lax" for name in calls if name != _BASELINE]
-    rows.say(rows.table_head(["op", "KB", "between", *calls, *ratios]))
+    rows.say(rows.table_head(["op", "bytes", "between", *calls, *ratios]))
     tasks = (
         _task(op, mesh, nbytes, multiply, calls, args)
         for nbytes in args.sizes
@@ -139,6 +143,13 @@ def _row(mesh, dtype, length, multiply, calls, rounds: int) -> dict:
             more = harness.difference(seconds, short, long, turn)
             times[name].append(more / (counts[1] - counts[0]) * 1e6)
     row = {
+        "algorithms": {
+            name: plan.algorithm or plan.implementation
+            for name, call in calls.items()
+            for plan in jax_overlap.explain(
+                harness.sharded(call, mesh, P("x"), P("x")), x
+            )
+        },
         "calls": counts,
         "passes": passes,
         "us_a_call": {name: harness.spread(t) for name, t in times.items()},
@@ -178,8 +189,11 @@ def _line(row: dict) -> str:
     spread = "{median:.2f} ({least:.2f}-{most:.2f})"
     return rows.table_line(
         [
-            *(row["op"], f"{row['bytes'] / 1024:.0f}", between),
-            *(spread.format(**t) for t in row["us_a_call"].values()),
+            *(row["op"], row["bytes"], between),
+            *(
+                f"{spread.format(**t)} {row['algorithms'].get(name, '')}"
+                for name, t in row["us_a_call"].items()
+            ),
             *(spread.format(**r) for r in row.get("over_lax", {}).values()),
         ]
     )

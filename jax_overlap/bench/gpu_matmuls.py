@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 import jax_overlap
 from jax_overlap import config
 from jax_overlap.bench import gpu_calls, gpu_peers, gpu_values, harness, rows, shapes
-from jax_overlap.bench.repeated import Variant, attempted, programs, times
+from jax_overlap.bench.repeated import Variant, attempted, everyone, programs, times
 from jax_overlap.ops import _gpu_cost
 
 _SHORT = 5  # calls; a long program has as many more as take about _MORE_US
@@ -299,7 +299,10 @@ def _variants(
 
 
 def _check(op: Op, mesh, shape: shapes.Matmul, serial: Variant | None, operands):
-    """A function that raises if a variant of the op has wrong values on a rank here."""
+    """A function that raises if a variant of the op has wrong values on a rank.
+
+    In all processes, so that none of them goes on without the others.
+    """
     dtype = operands[0].dtype
     allowed = gpu_values.tolerance(dtype, mesh.devices.size)
     if serial is not None:
@@ -317,7 +320,7 @@ def _check(op: Op, mesh, shape: shapes.Matmul, serial: Variant | None, operands)
         error_of = partial(gpu_values.error_to_numpy, x=x, w=w)
 
     def check(variant: Variant) -> None:
-        error = error_of(jax.jit(variant.step)(*operands))
+        error = max(everyone(error_of(jax.jit(variant.step)(*operands))))
         if error > allowed:
             raise AssertionError(
                 f"{op.name} of {shape} is off by {error:.2g} of the largest element, "
