@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import io
 import os
 from unittest import mock
@@ -152,6 +153,31 @@ class Rows(parameterized.TestCase):
         self.assertEqual(why, {"large": "ValueError: exceeds available shared memory"})
         self.assertIn("pallas", row["us_a_call"])
         self.assertIn(") small |", out)
+
+    def test_pallas_fits_and_is_lowered_once(self):
+        """As the lowering for GPUs says, which refuses what takes too much memory."""
+        kernels = "jax.experimental.pallas.ops.gpu.collective_matmul_mgpu"
+        kernels = importlib.import_module(kernels)
+        devices = jax.devices()
+        mesh = Mesh(np.array(devices), ("x",))
+        specs = (P("x"), P(None, "x"), P(None, "x"))
+        n = 512 * len(devices)
+        operands = tuple(
+            jax.ShapeDtypeStruct(
+                shape, jax.numpy.bfloat16, sharding=NamedSharding(mesh, spec)
+            )
+            for shape, spec in (((n, 512), specs[0]), ((512, n), specs[1]))
+        )
+        h200 = mock.Mock(core_count=132)
+        with mock.patch.object(kernels.jax, "devices", return_value=[h200]):
+            found = gpu_peers.pallas(mesh, operands, specs)
+            for variant in found.values():
+                step = variant.step
+                twice = jax.jit(lambda x, w, step=step: (step(x, w), step(x + 1, w)))
+                traced = twice.trace(*operands)
+                text = traced.lower(lowering_platforms=("cuda",)).as_text()
+                self.assertEqual(text.count("custom_call @mosaic_gpu"), 1)
+        self.assertLen(found, 3)
 
     def test_pallas_wants_one_process(self):
         two = mock.patch.object(jax, "process_count", return_value=2)
