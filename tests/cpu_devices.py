@@ -15,6 +15,9 @@ _XLA_FLAGS = (
     # here, 40 by default, and it says so after 5.
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=5",
     "--xla_cpu_collective_call_terminate_timeout_seconds=20",
+    # Programs are small and run once or twice: compiling them takes most of the time.
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
 )
 
 _launched = bool(os.environ.get("JAX_OVERLAP_LAUNCH"))
