@@ -9,11 +9,10 @@
 # each, several on a GPU where there are fewer. Needs an installed jax_overlap, built for tests
 # (CONTRIBUTING.md), and for the kernels what `make cuda` makes.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
-readonly OUT=${1:?folder for logs and records}
+mkdir -p "${1:?folder for logs and records}"
+OUT=$(realpath "$1")
 shift
-mkdir -p "$OUT"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONUNBUFFERED=1
 # For large matmuls; the default does for all else.
 readonly LARGE_HEAP=8589934592
@@ -86,14 +85,13 @@ psums() {
     bench psum_large 150 psum --dtype bfloat16 --sizes 16M 256M 1G --rounds 2
 }
 matmuls() {
-  export JAX_OVERLAP_HEAP_BYTES=$LARGE_HEAP
+  local -x JAX_OVERLAP_HEAP_BYTES=$LARGE_HEAP
   bench matmul_reduce_scatter 240 matmul_reduce_scatter --rounds 11
   XLA_FLAGS=$WINDOWED bench all_gather_matmul 300 all_gather_matmul --rounds 11 --peers xla_windowed pallas
   bench small_rows 120 matmul_reduce_scatter --rounds 11 --shapes 64x8192x8192 512x8192x8192 \
     --algorithms auto sliced by_psum
   bench matmul_all_reduce 150 matmul_all_reduce --rounds 11 --models llama-70b --rows 16 64 256 \
     --algorithms auto sliced by_psum
-  unset JAX_OVERLAP_HEAP_BYTES
 }
 models() {
   JAX_OVERLAP_HEAP_BYTES=$LARGE_HEAP step llama_block 300 \

@@ -189,6 +189,11 @@ def show(row: dict[str, Any]) -> None:
         devices.say(f"  FAILED: {why}")
 
 
+def as_json(errors: dict[str, float]) -> dict[str, float | str]:
+    """JSON has no NaN."""
+    return {who: e if math.isfinite(e) else str(e) for who, e in errors.items()}
+
+
 def write(args: argparse.Namespace, kind: str, rows: list[dict[str, Any]]) -> None:
     """Writes what there is; a file that is there stays whole, whatever happens."""
     import jax
@@ -200,7 +205,8 @@ def write(args: argparse.Namespace, kind: str, rows: list[dict[str, Any]]) -> No
         "processes": jax.process_count(),
         "jax": jax.__version__,
     }
-    text = json.dumps({**vars(args), **about, "steps": rows}, indent=1)
+    steps = [row | {"errors": as_json(row["errors"])} for row in rows]
+    text = json.dumps({**vars(args), **about, "steps": steps}, indent=1)
     part = pathlib.Path(f"{args.json}.part")
     part.write_text(text + "\n", encoding="utf-8")
     os.replace(part, args.json)

@@ -309,8 +309,25 @@ class Repeated(parameterized.TestCase):
     def test_an_error_in_one_process_is_one_in_all(self):
         self.assertEqual(repeated.attempted(lambda: 3), (3, ""))
         self.assertEqual(repeated.attempted(lambda: 1 // 0)[0], None)
-        with mock.patch.object(repeated, "everyone", lambda own: [own, "no memory"]):
+        others = mock.Mock(side_effect=lambda own: [own, {"error": "no memory"}])
+        with mock.patch.object(repeated, "_exchanged", others):
             self.assertEqual(repeated.attempted(lambda: 3), (None, "no memory"))
+            self.assertEqual(others.call_count, 1)
+            # It failed where this one still measures: which has heard of it then.
+            asks = lambda: repeated.everyone(3)  # noqa: E731
+            self.assertEqual(repeated.attempted(asks), (None, "no memory"))
+            self.assertEqual(others.call_count, 2)
+
+    def test_processes_that_take_longer_are_waited_for(self):
+        late = RuntimeError("process 0 waited in vain for processes [1]")
+        both = {1: {"value": 4}, 0: {"value": 3}}
+        with (
+            mock.patch.object(jax, "process_count", return_value=2),
+            mock.patch.object(repeated, "exchange", side_effect=[late, both]) as asked,
+        ):
+            self.assertEqual(repeated.everyone(3), [3, 4])
+        first, again = (call.args for call in asked.call_args_list)
+        self.assertEqual(first, again)
 
 
 class Values(parameterized.TestCase):

@@ -75,6 +75,12 @@ def pytest_runtest_logreport(report):
         _executed.add(report.nodeid)
 
 
+def pytest_unconfigure(config):
+    """Lets a worker that is through wait for the other one."""
+    if _is_worker(config):
+        faulthandler.cancel_dump_traceback_later()
+
+
 def pytest_sessionfinish(session):
     """Fails a run that left out tests."""
     if session.exitstatus == pytest.ExitCode.OK and _missing(session.config):

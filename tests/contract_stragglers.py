@@ -5,9 +5,7 @@ import time
 import contract_devices as devices
 import contract_tools as tools
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from op_contract import Contract
 
 
@@ -19,12 +17,6 @@ def on_cpu() -> bool:
 def wait_on_cpu(results):
     if on_cpu():
         jax.block_until_ready(results)
-
-
-def spin(x, steps):
-    """`x`, once the device has gone round `steps` times."""
-    turned = lax.fori_loop(0, steps, lambda i, c: c * 5 + i, jnp.int32(1))
-    return lax.optimization_barrier((x, turned))[0]
 
 
 class Counting(Contract):
@@ -42,7 +34,7 @@ class Counting(Contract):
         return tools.place(np.ascontiguousarray(data), self.layout)
 
     def one_late(self, rng, most_s):
-        """Makes one rank late: how often each has to `spin`, if the host does not."""
+        """Makes one rank late: turns for `after_turns`, if the host does not."""
         ranks = self.layout.size
         who, seconds = int(rng.integers(ranks)), float(rng.uniform(0, most_s))
         turns = np.zeros(ranks, np.int32)

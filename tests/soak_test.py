@@ -18,6 +18,14 @@ class Soak(absltest.TestCase):
         self.assertEqual((result.wrong, result.reports), (0, []))
         self.assertGreaterEqual(sum(result.calls.values()), 25)
 
+    def test_ranks_are_late(self):
+        """XLA leaves out a loop whose result is not needed."""
+        mesh = soak.meshes(jax.devices())[0]
+        call = soak.Call("psum", None, "float32", ("x",), ((300, 7),))
+        ints = [np.zeros(len(jax.devices()), np.int32)] * 3
+        program = soak.make_program([call], mesh)
+        self.assertIn(" while(", program.lower(*ints).compile().as_text())
+
     def test_the_same_seed_calls_the_same(self):
         def calls(seed):
             rng = random.Random(seed)

@@ -198,10 +198,12 @@ std::string GpuGemm::State::Start(int ordinal, Device* device) {
     if (lt == nullptr) return error;
   }
   if (device->handle != nullptr) return "";
+  cublasLtHandle_t handle;
   if (cudaGetDeviceProperties(&device->properties, ordinal) != cudaSuccess ||
-      lt->Create(&device->handle) != CUBLAS_STATUS_SUCCESS) {
+      lt->Create(&handle) != CUBLAS_STATUS_SUCCESS) {
     return "cuBLASLt does not start on device " + std::to_string(ordinal);
   }
+  device->handle = handle;
   return "";
 }
 

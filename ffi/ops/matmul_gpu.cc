@@ -67,12 +67,11 @@ std::string MatmulGpuSite::Tune() const {
   for (const auto& [ordinal, rank] : gpu_.LocalRanks()) {
     if (GpuGemm::Get().LaneOf(ordinal, &error) == nullptr) return error;
     for (const MatmulStep& step : spec_.Program(rank, kLarge)) {
-      if (error.empty() && step.kind == StepKind::kProduct) {
-        GpuGemm::Get().PlanOf(ordinal, spec_.KeyOf(step), &error);
-      }
+      if (step.kind != StepKind::kProduct) continue;
+      if (GpuGemm::Get().PlanOf(ordinal, spec_.KeyOf(step), &error) == nullptr) return error;
     }
   }
-  return error;
+  return "";
 }
 
 std::string MatmulGpuSite::LaunchesOf(int32_t ordinal, const MatmulLaunches** launches) {
@@ -107,7 +106,7 @@ std::string MatmulGpuSite::MakeLaunches() {
 }
 
 // At the start of each execution of a program, for all of its calls in one order
-// (ops/psum.cu says why).
+// (ops/psum_gpu.cc says why).
 ffi::Error MatmulGpuSite::Initialize(int32_t ordinal) {
   std::string error = UnacknowledgedOnGpu();
   const MatmulLaunches* launches = nullptr;

@@ -24,6 +24,7 @@ from jax_overlap._agreement import exchange
 from jax_overlap.bench import harness
 
 _ERROR_LENGTH = 500  # XLA's can have pages
+_PATIENCE_S = 600  # with other processes
 _exchanges = itertools.count()
 
 
@@ -98,12 +99,20 @@ def _seconds(program, ready) -> float:
     return time.perf_counter() - start
 
 
+class OthersFailed(RuntimeError):
+    """What went wrong in another process, of which it has told all."""
+
+
 def everyone(value) -> list:
-    """What all processes say, in their order, in an exchange that all come to."""
-    if jax.process_count() == 1:
-        return [value]
-    said = exchange(f"bench/{next(_exchanges)}", value)
-    return [said[process] for process in sorted(said)]
+    """What all processes say, in their order, in an exchange that all come to.
+
+    Raises:
+      OthersFailed: a process is in `attempted` instead, as it has failed.
+    """
+    said = _exchanged({"value": value})
+    if error := _error_in(said):
+        raise OthersFailed(error)
+    return [each["value"] for each in said]
 
 
 def attempted(make: Callable):
@@ -111,7 +120,27 @@ def attempted(make: Callable):
     value, error = None, ""
     try:
         value = make()
+    except OthersFailed as e:
+        return None, str(e)
     except Exception as e:  # of XLA or of Pallas, which have many
         error = f"{type(e).__name__}: {e}"[:_ERROR_LENGTH]
-    error = next(filter(None, everyone(error)), "")
+    error = _error_in(_exchanged({"error": error} if error else {"value": None}))
     return (None, error) if error else (value, "")
+
+
+def _exchanged(said: dict) -> list[dict]:
+    if jax.process_count() == 1:
+        return [said]
+    topic = f"bench/{next(_exchanges)}"
+    end = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            everybody = exchange(topic, said)
+            return [everybody[process] for process in sorted(everybody)]
+        except RuntimeError:  # others may still compile what has failed here
+            if time.monotonic() > end:
+                raise
+
+
+def _error_in(said: list[dict]) -> str:
+    return next((each["error"] for each in said if "error" in each), "")

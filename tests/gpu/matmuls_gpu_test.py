@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest
 from contract_devices import Layout, grid, line
-from contract_stragglers import Counting, on_cpu, spin, wait_on_cpu
+from contract_stragglers import Counting, on_cpu, wait_on_cpu
 from contract_tools import BF16, F16
 from jax import lax
 from matmul_descriptions import (
@@ -26,6 +26,7 @@ from matmul_descriptions import (
 from op_contract import Contract, lowered, named, over_teams
 
 import jax_overlap
+from jax_overlap.testing.soak import after_turns
 
 N = devices.ranks(8)
 OPS = (MATMUL_REDUCE_SCATTER, ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE)
@@ -79,7 +80,7 @@ class Stragglers(Case):
         whole = rows if op.name == GATHERS or not cut_rows(op) else N * rows
 
         def fn(mistakes, step, late):
-            me, step = lax.axis_index("x"), spin(step, late)
+            me, step = lax.axis_index("x"), after_turns(late, step)
             of_x = lambda rank: small(step, rank, (whole, k), dtype)  # noqa: E731
             of_w = lambda rank: small(step, rank, (k, columns), dtype, 1)  # noqa: E731
             y = op.call(of_x(me), of_w(me), "x")

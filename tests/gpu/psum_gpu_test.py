@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest
 from contract_devices import Layout, grid, line
-from contract_stragglers import Counting, on_cpu, spin, wait_on_cpu
+from contract_stragglers import Counting, on_cpu, wait_on_cpu
 from contract_tools import BF16, F16
 from jax import lax
 from op_contract import Contract, node_size
 from op_descriptions import PSUM
 
 import jax_overlap
+from jax_overlap.testing.soak import after_turns
 
 N = devices.ranks(8)
 SIZES = (1, 3, 8, 63, 256, 257, 1000, 4096, 4099, 20_000, 65_537, 131_072, 300_000)
@@ -63,7 +64,7 @@ class Stragglers(Case):
                     y = jax_overlap.psum(value(first + i, rank, size), "x")
                     return mistakes + wrong(y, first + i, size)
 
-                return lax.fori_loop(0, CALLS, step, spin(mistakes, late))
+                return lax.fori_loop(0, CALLS, step, after_turns(late, mistakes))
 
             return self.program(fn)
 
@@ -84,7 +85,7 @@ class Stragglers(Case):
         fill = self.program(lambda step: value(step, lax.axis_index("x"), size))
 
         def fn(x, step, late, mistakes):
-            y = jax_overlap.psum(spin(x, late), "x")
+            y = jax_overlap.psum(after_turns(late, x), "x")
             twice = y * 2
             after = jax_overlap.psum(twice, "x")  # needs y, in another call
             mistakes += wrong(twice, step, size, 2) + wrong(after, step, size, 2 * N)
