@@ -144,7 +144,9 @@ std::string GpuSite::MakeChannel(int64_t index, uint64_t descriptor, GpuChannel*
   channel->error =
       GpuErrors::Get().Take([this, group](const Status& s) { return Describe(group, s); });
   if (channel->error == nullptr) {
-    return "too many call sites are alive: " + std::to_string(GpuErrors::kWords);
+    return "too many call sites are alive: each has a word for errors on each device of the "
+           "process, and there are " +
+           std::to_string(GpuErrors::kWords);
   }
   return "";
 }
