@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
 import io
 import os
@@ -136,7 +137,9 @@ class Rows(parameterized.TestCase):
         """It says so, and another one is measured."""
 
         def two(mesh, operands, specs):
-            call = lambda x, w, axis: lax.all_gather(x, axis, tiled=True) @ w  # noqa: E731
+            def call(x, w, axis):
+                return lax.all_gather(x, axis, tiled=True) @ w
+
             step = harness.sharded(call, mesh, specs[:2], specs[2])
             works = repeated.Variant(step, operands, (specs[0], specs[2]))
 
@@ -182,7 +185,7 @@ class Rows(parameterized.TestCase):
     def test_pallas_wants_one_process(self):
         two = mock.patch.object(jax, "process_count", return_value=2)
         with two, self.assertRaisesRegex(RuntimeError, "without launch"):
-            gpu_peers.pallas(None, (), ())  # type: ignore[arg-type]
+            gpu_peers.pallas(None, (), ())
 
     @parameterized.parameters("matmul_reduce_scatter", "all_gather_matmul")
     def test_algorithms(self, op):
@@ -297,7 +300,7 @@ class Repeated(parameterized.TestCase):
                 return float(program[1])
 
             with mock.patch.object(repeated, "_seconds", seconds):
-                found = repeated.times(pairs, mesh, 4, (1, 3))  # type: ignore
+                found = repeated.times(pairs, mesh, 4, (1, 3))
             self.assertEqual(found, {name: [1e6] * 4 for name in "abc"})
             runs.append(called)
         self.assertEqual(*runs)
@@ -314,7 +317,7 @@ class Repeated(parameterized.TestCase):
             self.assertEqual(repeated.attempted(lambda: 3), (None, "no memory"))
             self.assertEqual(others.call_count, 1)
             # It failed where this one still measures: which has heard of it then.
-            asks = lambda: repeated.everyone(3)  # noqa: E731
+            asks = functools.partial(repeated.everyone, 3)
             self.assertEqual(repeated.attempted(asks), (None, "no memory"))
             self.assertEqual(others.call_count, 2)
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <vector>
 
 #include "core/testing.h"
 
@@ -15,6 +16,15 @@
   } while (0)
 
 namespace jax_overlap {
+
+// The GPUs of this process, `most` of them at most.
+inline std::vector<int> Ordinals(int most) {
+  int count = 0;
+  JO_CUDA(cudaGetDeviceCount(&count));
+  std::vector<int> ordinals;
+  for (int i = 0; i < std::min(count, most); ++i) ordinals.push_back(i);
+  return ordinals;
+}
 
 // Of the device.
 class Memory {

@@ -152,10 +152,8 @@ void Table(const Bench& bench, const char* where, char* to, const Constants* con
 
 int main() {
   using namespace jax_overlap;  // NOLINT
-  int devices = 0;
-  JO_CUDA(cudaGetDeviceCount(&devices));
-  if (devices < 2) {
-    std::fprintf(stderr, "link_cuda_bench needs two GPUs, and found %d.\n", devices);
+  if (const size_t found = Ordinals(2).size(); found < 2) {
+    std::fprintf(stderr, "link_cuda_bench needs two GPUs, and found %zu.\n", found);
     return 1;
   }
   JO_CUDA(cudaSetDevice(1));

@@ -57,18 +57,12 @@ MatmulKind KindOf() {
   return Op::kScatters ? MatmulKind::kScatter : MatmulKind::kReduce;
 }
 
-std::vector<int> Devices() {
-  int count = 0;
-  JO_CUDA(cudaGetDeviceCount(&count));
-  std::vector<int> ordinals;
-  for (int i = 0; i < std::min(count, kMaxRanks); ++i) ordinals.push_back(i);
+const std::vector<int>& Devices() {
+  static const std::vector<int> ordinals = Ordinals(kMaxRanks);
   return ordinals;
 }
 
-int DeviceOf(int rank) {
-  static const int count = static_cast<int>(Devices().size());
-  return rank % count;
-}
+int DeviceOf(int rank) { return rank % static_cast<int>(Devices().size()); }
 
 void Synchronize() {
   for (const int ordinal : Devices()) {

@@ -35,16 +35,10 @@ constexpr Named kAlgorithms[] = {{PsumAlgorithm::kOneShot, "one_shot"},
                                  {PsumAlgorithm::kTwoShot, "two_shot"},
                                  {PsumAlgorithm::kNvrar, "nvrar"}};
 
-int DeviceCount() {
-  int count = 0;
-  JO_CUDA(cudaGetDeviceCount(&count));
-  return count;
-}
-
 class Bench {
  public:
   Bench(int ranks, PsumAlgorithm algorithm, size_t bytes, size_t channel)
-      : ranks_(ranks), devices_(std::min(DeviceCount(), ranks)), bytes_(bytes) {
+      : ranks_(ranks), devices_(static_cast<int>(Ordinals(ranks).size())), bytes_(bytes) {
     const int64_t count = static_cast<int64_t>(bytes / sizeof(BFloat16));
     const TeamShape shape{0, ranks, algorithm == PsumAlgorithm::kNvrar ? 1 : ranks};
     choice_ = ChoosePsum(algorithm, ranks, bytes);
@@ -167,12 +161,11 @@ class Bench {
 // CUDA_DEVICE_MAX_CONNECTIONS=32 gives each rank on a GPU a queue of its own.
 int main(int argc, char** argv) {
   using namespace jax_overlap;  // NOLINT
-  const int devices = DeviceCount();
+  const int devices = static_cast<int>(Ordinals(kMaxGpuRanks).size());
   const int ranks = argc > 1 ? std::stoi(argv[1]) : std::max(2, devices);
   const size_t channel = (argc > 2 ? std::stoul(argv[2]) : 1024) << 10;
   JO_CHECK_IN(ranks >= 2 && ranks <= kMaxGpuRanks, "%d ranks", ranks);
-  std::vector<int> ordinals;
-  for (int i = 0; i < std::min(devices, ranks); ++i) ordinals.push_back(i);
+  const std::vector<int> ordinals = Ordinals(ranks);
   std::string error = EnablePeers(ordinals);
   if (error.empty()) error = LoadKernels(ordinals, PsumKernels());
   JO_CHECK_IN(error.empty(), "%s", error.c_str());

@@ -64,11 +64,7 @@ class StallingLink : public P2pLink {
 constexpr int kMaxRanks = 8;
 
 int Devices() {
-  static const int count = [] {
-    int n = 0;
-    JO_CUDA(cudaGetDeviceCount(&n));
-    return std::min(n, kMaxRanks);
-  }();
+  static const int count = static_cast<int>(Ordinals(kMaxRanks).size());
   return count;
 }
 void UseDevice(int device) { JO_CUDA(cudaSetDevice(device)); }

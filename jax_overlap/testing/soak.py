@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_overlap
 import jax_overlap.testing
-from jax_overlap.bench import harness
+from jax_overlap.bench import harness, rows
 
 MATMULS = ("matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce")
 _PSUM = (None, "one_shot", "two_shot", "nvrar")
@@ -115,15 +115,15 @@ def random_call(rng: random.Random, ops: Mapping[str, tuple], mesh: Mesh) -> Cal
     op = rng.choice(list(ops))
     if op in MATMULS:
         types = _TYPES
-        rows, k, n = (_up_to(rng, most) for most in (_MAX_ROWS, _MAX_K, _MAX_COLUMNS))
+        m, k, n = (_up_to(rng, most) for most in (_MAX_ROWS, _MAX_K, _MAX_COLUMNS))
         if op == "matmul_reduce_scatter":
-            rows = math.ceil(rows / size) * size
-        shapes = ((rows, k), (k, n))
+            m = math.ceil(m / size) * size
+        shapes = ((m, k), (k, n))
     else:
         types = _TYPES + _MORE_TYPES
         columns = _up_to(rng, _MAX_ROW)
-        rows = math.ceil(_up_to(rng, _MAX_ELEMENTS) / (columns * size)) * size
-        shapes = ((rows, columns),)
+        m = math.ceil(_up_to(rng, _MAX_ELEMENTS) / (columns * size)) * size
+        shapes = ((m, columns),)
     return Call(op, rng.choice(ops[op]), rng.choice(types), axes, shapes)
 
 
@@ -279,7 +279,7 @@ def run(
         result.rounds += 1
         if time.monotonic() - said > _SAY_EVERY_S:
             said = time.monotonic()
-            _say(f"{said - start:.0f} s: {result}")
+            rows.say(f"{said - start:.0f} s: {result}")
     return result
 
 
@@ -306,11 +306,6 @@ def _report(result: Result, calls: Sequence[Call], wrong: jax.Array, when: str) 
     return found
 
 
-def _say(text: str) -> None:
-    if jax.process_index() == 0:
-        print(text, flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Soaks as `argv` tells; returns 1 if an element was wrong."""
     parser = argparse.ArgumentParser(
@@ -328,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax_overlap.testing.initialize()
     start = time.monotonic()
     result = run(seconds=60 * args.minutes, seed=args.seed)
-    _say(
+    rows.say(
         f"{jax.device_count()} ranks, {time.monotonic() - start:.0f} s, "
         f"seed {args.seed}: {result}"
     )
