@@ -105,6 +105,12 @@ def mesh_devices(mesh) -> list | None:
     return None if isinstance(mesh, AbstractMesh) else list(mesh.devices.flat)
 
 
+def capability(mesh) -> str:
+    """The compute capability of a mesh of GPUs, such as "9.0"; "" if not known."""
+    devices = mesh_devices(mesh) or [None]
+    return str(getattr(devices[0], "compute_capability", ""))
+
+
 def concrete_mesh(mesh):
     """`mesh`, or the one that is set (`jax.set_mesh`) where that has no devices."""
     context = _mesh.get_concrete_mesh()

@@ -83,6 +83,8 @@ class Situation:
     manual_axes: frozenset
     processes: int
     gpu_code: bool = False  # the op has kernels for GPUs
+    gpu_dtypes: tuple[str, ...] = ()  # which these take beside NATIVE_DTYPES
+    capability: str = ""  # of the GPUs, such as "9.0", where it is known
     why_no_gpu: str = ""  # of a program for GPUs: why it cannot be native there
 
     @property
@@ -95,8 +97,11 @@ def why_never_native(dtype, situation: Situation, implementation: str | None) ->
     """The same as `why_not_native`, whatever the team is and can do."""
     if implementation == "reference":
         return "implementation='reference'"
-    if str(dtype) not in NATIVE_DTYPES:  # no numpy type for keys of jax.random
-        return f"dtype {dtype} is not among {', '.join(NATIVE_DTYPES)}"
+    taken = NATIVE_DTYPES
+    if situation.on_gpu:
+        taken = (*taken, *situation.gpu_dtypes)
+    if str(dtype) not in taken:  # no numpy type for keys of jax.random
+        return f"dtype {dtype} is not among {', '.join(taken)}"
     if situation.platforms != ("cpu",) and not (
         situation.on_gpu and situation.gpu_code
     ):

@@ -1,5 +1,6 @@
 """What a fused matmul on GPUs is: fused, by psum, or left to lax. None is needed."""
 
+import functools
 import json
 import os
 import pathlib
@@ -9,17 +10,19 @@ from unittest import mock
 import contract_tools as tools
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
 from contract_tools import BF16, F16, line
 
 import jax_overlap
-from jax_overlap import _heaps
+from jax_overlap import _compat, _heaps
 from jax_overlap.ops import _gpu_cost
 
 RANKS = 8
 LIMIT = 2 << 20
 MATMULS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 ASKED = {"JAX_OVERLAP_GPU_MATMULS": "1"}
 AUTO = {"JAX_OVERLAP_GPU_MATMULS": "auto", "JAX_OVERLAP_BY_PSUM_MAX_BYTES": "0"}
 DEFAULTS = dict.fromkeys(  # whatever is set for other tests
@@ -33,10 +36,22 @@ DEFAULTS = dict.fromkeys(  # whatever is set for other tests
 
 
 def plan(
-    op, x, w, *, dtype=np.float32, reach=None, platform="cuda", env=None, **options
+    op,
+    x,
+    w,
+    *,
+    dtype=np.float32,
+    w_dtype=None,
+    reach=None,
+    platform="cuda",
+    env=None,
+    **options,
 ):
     """That of a call on ranks whose operands have these shapes."""
-    operands = [jax.ShapeDtypeStruct((RANKS, *shape), dtype) for shape in (x, w)]
+    operands = [
+        jax.ShapeDtypeStruct((RANKS, *shape), of)
+        for shape, of in ((x, dtype), (w, w_dtype or dtype))
+    ]
     call = getattr(jax_overlap, op)
     fn = tools.stacked(
         lambda *a: jax.tree.leaves(call(*a, "x", **options))[0], line(RANKS)
@@ -287,6 +302,88 @@ class Predictions(parameterized.TestCase):
             options = {"platform": "cpu", "env": env, "algorithm": algorithm}
             got = plan(MATMULS[1], *Askers.SMALL, **options)
             self.assertEqual(got.algorithm, algorithm or "in_place")
+
+    def test_float8_is_faster_than_half_types(self):
+        op, (x, w) = "matmul_reduce_scatter", ((8192, 8192), (8192, 8192))
+        half, _ = self.predicted(op, x, w, dtype=BF16, env=AUTO)
+        options = {"dtype": E4M3, "preferred_element_type": BF16}
+        float8, _ = self.predicted(op, x, w, env=AUTO, **options)
+        self.assertLess(1.3 * float8, half)
+
+
+class Float8(parameterized.TestCase):
+    """Native on GPUs, where cuBLASLt has the product."""
+
+    SHAPES = ((1024, 64), (64, 1024))
+
+    def plan(self, op, *shapes, dtype=E4M3, result=BF16, capability="9.0", **options):
+        with mock.patch.object(_compat, "capability", return_value=capability):
+            return plan(
+                op,
+                *(shapes or self.SHAPES),
+                dtype=dtype,
+                preferred_element_type=result,
+                env=ASKED,
+                **options,
+            )
+
+    @parameterized.product(op=MATMULS, result=(np.float32, BF16, F16))
+    def test_what_is_native(self, op, result):
+        options = {"result": result, "algorithm": "sliced"}
+        for pair in ({}, {"w_dtype": E5M2}, {"dtype": E5M2, "w_dtype": E4M3}):
+            got = self.plan(op, **pair, **options)
+            self.assertEqual(got.algorithm, "sliced", got.reason)
+        self.assertEqual(self.plan(op, capability="8.9", **options).algorithm, "sliced")
+        self.assertEqual(self.plan(op, capability="", **options).algorithm, "sliced")
+
+    @parameterized.product(op=MATMULS)
+    def test_what_is_left_to_lax_and_why(self, op):
+        for options, why in (
+            ({"dtype": E5M2}, "no matmul of float8_e5m2 by float8_e5m2"),
+            ({"result": None}, "result of float8_e4m3fn .* preferred_element_type"),
+            ({"result": np.float64}, "with a result of float64"),
+            ({"dtype": ml_dtypes.float8_e3m4}, "a matmul of float8_e3m4 with"),
+            ({"w_dtype": ml_dtypes.float8_e4m3}, "of float8_e4m3, float8_e4m3fn with"),
+            ({"capability": "8.0"}, "capability 8.0 multiply no float8 .8.9 and later"),
+            ({"platform": "cpu"}, "matmuls of float8 are native on GPUs only"),
+        ):
+            with jax.enable_x64(True):
+                got = self.plan(op, **options)
+            self.assertEqual(got.implementation, "lax")
+            self.assertRegex(got.reason, why)
+        for shapes in (((1024, 24), (24, 1024)), ((1024, 64), (64, 24))):
+            got = self.plan(op, *shapes)
+            self.assertEqual(got.implementation, "lax")
+            self.assertRegex(got.reason, r"contracted \(\d+\) and the columns \(\d+\)")
+
+    def test_the_columns_that_count_are_those_of_a_part(self):
+        options = {"scatter_dimension": 1, "algorithm": "sliced"}
+        for columns, want in ((16 * RANKS, "sliced"), (24 * RANKS, None)):
+            got = self.plan(MATMULS[1], (64, 64), (64, columns), **options)
+            self.assertEqual(got.algorithm, want)
+
+    @parameterized.product(op=MATMULS)
+    def test_native_is_refused_where_it_is_not(self, op):
+        for options, error, why in (
+            ({"result": None}, TypeError, "does not take this: a matmul of float8"),
+            ({}, NotImplementedError, "of float8 are native on GPUs only"),
+        ):
+            operands = [jax.ShapeDtypeStruct((RANKS, *s), E4M3) for s in self.SHAPES]
+            call = functools.partial(
+                getattr(jax_overlap, op),
+                axis_name="x",
+                preferred_element_type=options.get("result", BF16),
+                implementation="native",
+            )
+            with self.assertRaisesRegex(error, why):
+                jax.jit(tools.stacked(call, line(RANKS))).lower(*operands)
+
+    @parameterized.product(op=MATMULS)
+    def test_with_a_wider_type_it_is_of_that(self, op):
+        got = plan(op, *self.SHAPES, dtype=BF16, w_dtype=E4M3, platform="cpu")
+        self.assertEqual(got.implementation, "native")
+        self.assertStartsWith(got.operands[0], "bfloat16")
+        self.assertStartsWith(got.operands[1], "bfloat16")
 
 
 if __name__ == "__main__":

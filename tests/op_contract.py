@@ -360,6 +360,7 @@ class Values(Contract):
     @named(**{str(n): (n,) for n in devices.team_sizes((4, 6))})
     def test_around_each_switch_of_algorithm(self, n):
         """Sizes at which the choice changes, as `explain` tells it, and one off."""
+        self.enterContext(node_size(str(n)))  # between nodes there is one algorithm
         for dtype in (np.float32, BF16):
             chosen = [self.chosen(line(n), 2**k, dtype) for k in range(20)]
             if not self.op.switches:

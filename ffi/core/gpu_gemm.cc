@@ -54,7 +54,7 @@ constexpr int kCalls = 3;  // of a round
 
 double FlopsOf(const GemmKey& key) { return 2.0 * key.m * key.n * key.k * key.batch; }
 bool IsLong(const GemmKey& key) {
-  return FlopsOf(key) >= (SizeOf(key.in) == 2 ? kLongHalfFlops : kLongFlops);
+  return FlopsOf(key) >= (SizeOf(key.in) <= 2 ? kLongHalfFlops : kLongFlops);
 }
 
 cudaDataType TypeOf(GemmType type) {
@@ -62,13 +62,15 @@ cudaDataType TypeOf(GemmType type) {
     case GemmType::kF64: return CUDA_R_64F;
     case GemmType::kBF16: return CUDA_R_16BF;
     case GemmType::kF16: return CUDA_R_16F;
+    case GemmType::kE4M3: return CUDA_R_8F_E4M3;
+    case GemmType::kE5M2: return CUDA_R_8F_E5M2;
     default: return CUDA_R_32F;
   }
 }
 
 cublasComputeType_t ComputeTypeOf(const GemmKey& key) {
   if (key.in == GemmType::kF64) return CUBLAS_COMPUTE_64F;
-  return key.tf32 != 0 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+  return key.in == GemmType::kF32 && key.fast != 0 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
 }
 
 // An algorithm in a file.
@@ -247,13 +249,18 @@ std::string GpuGemm::State::Make(const Device& device, const GemmKey& key, GemmP
   plan->handle = device.handle;
   plan->multiprocessors = device.properties.multiProcessorCount;
   const bool wide = key.in == GemmType::kF64;
-  const cudaDataType in = TypeOf(key.in), out = TypeOf(key.out);
+  const cudaDataType in = TypeOf(key.in), in_w = TypeOf(key.in_w), out = TypeOf(key.out);
   bool made = lt->MatmulDescCreate(&plan->op, ComputeTypeOf(key), wide ? CUDA_R_64F : CUDA_R_32F) ==
               CUBLAS_STATUS_SUCCESS;
   const cublasOperation_t transpose = CUBLAS_OP_T;
   if (made && key.transposed != 0) {
     made = lt->MatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_TRANSA, &transpose,
                                       sizeof(transpose)) == CUBLAS_STATUS_SUCCESS;
+  }
+  if (made && IsFloat8(key.in)) {
+    const int8_t fast = key.fast != 0;
+    made = lt->MatmulDescSetAttribute(plan->op, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast,
+                                      sizeof(fast)) == CUBLAS_STATUS_SUCCESS;
   }
   const auto layout = [&](cublasLtMatrixLayout_t* to, cudaDataType type, int64_t rows, int64_t cols,
                           int64_t ld, int64_t block) {
@@ -267,9 +274,9 @@ std::string GpuGemm::State::Make(const Device& device, const GemmKey& key, GemmP
                                         sizeof(block)) == CUBLAS_STATUS_SUCCESS;
   };
   if (key.transposed != 0) {
-    layout(&plan->w, in, key.k, key.n, key.ldw, key.w_block);
+    layout(&plan->w, in_w, key.k, key.n, key.ldw, key.w_block);
   } else {
-    layout(&plan->w, in, key.n, key.k, key.ldw, key.w_block);
+    layout(&plan->w, in_w, key.n, key.k, key.ldw, key.w_block);
   }
   layout(&plan->x, in, key.k, key.m, key.ldx, key.x_block);
   layout(&plan->c, out, key.n, key.m, key.ldc, key.c_block);
@@ -377,7 +384,7 @@ std::optional<Algorithm> GpuGemm::State::Fastest(const Device& device, const Gem
   near.d_block = key.m * key.ldd;
   near.c_block = key.m * key.ldc;
   const size_t x = span(key.m, key.ldx, key.x_block) * SizeOf(key.in);
-  const size_t w = span(key.transposed ? key.n : key.k, key.ldw, key.w_block) * SizeOf(key.in);
+  const size_t w = span(key.transposed ? key.n : key.k, key.ldw, key.w_block) * SizeOf(key.in_w);
   const size_t d = span(key.m, key.ldd, near.d_block) * SizeOf(key.out);
   const size_t c = key.accumulates ? span(key.m, key.ldc, near.c_block) * SizeOf(key.out) : 0;
   if (x + w + c + d > kTuneMostBytes) return {};

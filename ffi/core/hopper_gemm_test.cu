@@ -65,7 +65,7 @@ void Case(GemmType type, int64_t m, int64_t n, int64_t k, int64_t batch, bool tr
   key.n = n;
   key.k = k;
   key.batch = batch;
-  key.in = key.out = type;
+  key.in = key.in_w = key.out = type;
   key.transposed = transposed;
   key.accumulates = accumulates;
   key.ldx = k + 8;  // rows apart
@@ -119,7 +119,7 @@ int Refused() {
   hopper.major = 9;
   GemmKey key = {};
   key.m = key.n = key.k = key.batch = key.ldx = key.ldw = key.ldc = key.ldd = 64;
-  key.in = key.out = GemmType::kBF16;
+  key.in = key.in_w = key.out = GemmType::kBF16;
   key.x_align = key.w_align = key.c_align = key.d_align = 16;
   JO_CHECK(HopperGemmTakes(key, hopper));
   const auto refused = [&](auto change) {
@@ -131,7 +131,7 @@ int Refused() {
   };
   return refused([](GemmKey*, cudaDeviceProp* device) { device->major = 10; }) +
          refused([](GemmKey* k, cudaDeviceProp*) { k->out = GemmType::kF32; }) +
-         refused([](GemmKey* k, cudaDeviceProp*) { k->in = k->out = GemmType::kF32; }) +
+         refused([](GemmKey* k, cudaDeviceProp*) { k->in = k->in_w = k->out = GemmType::kF32; }) +
          refused([](GemmKey* k, cudaDeviceProp*) { k->ldx = 68; }) +
          refused([](GemmKey* k, cudaDeviceProp*) { k->n = 60; }) +
          refused([](GemmKey* k, cudaDeviceProp*) { k->d_align = 8; }) +

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <utility>
 
-#include "core/element_type.h"
 #include "core/gpu_team.h"
 
 namespace jax_overlap {
@@ -15,13 +15,18 @@ namespace {
 
 ffi::Error Internal(const std::string& text) { return ffi::Error(ffi::ErrorCode::kInternal, text); }
 
-GemmType TypeOf(ffi::DataType dtype) {
-  switch (dtype) {
-    case ffi::DataType::F64: return GemmType::kF64;
-    case ffi::DataType::BF16: return GemmType::kBF16;
-    case ffi::DataType::F16: return GemmType::kF16;
-    default: return GemmType::kF32;
+// The type that numpy calls so; nothing if products do not take it.
+std::optional<GemmType> TypeOf(std::string_view name) {
+  constexpr struct {
+    std::string_view name;
+    GemmType type;
+  } kTypes[] = {{"float32", GemmType::kF32},         {"float64", GemmType::kF64},
+                {"bfloat16", GemmType::kBF16},       {"float16", GemmType::kF16},
+                {"float8_e4m3fn", GemmType::kE4M3},  {"float8_e5m2", GemmType::kE5M2}};
+  for (const auto& type : kTypes) {
+    if (type.name == name) return type.type;
   }
+  return {};
 }
 
 }  // namespace
@@ -31,9 +36,9 @@ ffi::ErrorOr<std::unique_ptr<MatmulGpuSite>> MatmulGpuSite::Make(const Attribute
   std::string error = site->gpu_.Init(a.op, a.abi, a.axes, a.groups, a.group_size, a.node_size,
                                       a.puts != 0, a.devices);
   const size_t xs = a.x_shapes.size() / 4, ws = a.w_cols.size();
-  const ffi::DataType dtype = ElementTypeOf(a.dtype);
-  const bool takes = dtype == ffi::DataType::F32 || dtype == ffi::DataType::F64 ||
-                     dtype == ffi::DataType::BF16 || dtype == ffi::DataType::F16;
+  const auto in = TypeOf(a.dtype), in_w = TypeOf(a.w_dtype), out = TypeOf(a.out_dtype);
+  const bool takes = in && in_w && out && !IsFloat8(*out) &&
+                     (in == in_w || (IsFloat8(*in) && IsFloat8(*in_w)));
   const size_t results = (a.kind == MatmulKind::kGather ? ws : 1) + (a.gathered != 0 ? 1 : 0);
   if (error.empty() && (!takes || xs == 0 || (xs != 1 && xs != ws) || a.transposed.size() != ws ||
                         a.group_size < 2 || a.puts != 0 || results > kMostResults)) {
@@ -44,9 +49,10 @@ ffi::ErrorOr<std::unique_ptr<MatmulGpuSite>> MatmulGpuSite::Make(const Attribute
   MatmulSpec& spec = site->spec_;
   spec.kind = a.kind;
   spec.xs = xs;
-  spec.in = TypeOf(dtype);
-  spec.out = a.wide != 0 ? GemmType::kF32 : spec.in;
-  spec.tf32 = a.tf32 != 0;
+  spec.in = *in;
+  spec.in_w = *in_w;
+  spec.out = *out;
+  spec.fast = a.fast != 0;
   spec.gathered = a.gathered != 0;
   spec.shape = {
       static_cast<Cut>(a.cut), static_cast<int>(a.group_size), size(0), size(1), size(2), {}};

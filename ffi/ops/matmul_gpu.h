@@ -26,8 +26,8 @@ class MatmulGpuSite {
     xla::ffi::Span<const int64_t> groups;
     int64_t group_size, node_size, puts;
     xla::ffi::Span<const int64_t> devices;
-    std::string_view dtype;
-    int64_t cut, wide, tf32, gathered;
+    std::string_view dtype, w_dtype, out_dtype;
+    int64_t cut, fast, gathered;
     xla::ffi::Span<const int64_t> x_shapes, w_cols, transposed;
   };
   static xla::ffi::ErrorOr<std::unique_ptr<MatmulGpuSite>> Make(const Attributes& attributes);
@@ -60,11 +60,12 @@ struct MatmulGpuHandler {
       int64_t abi, std::string_view axes, xla::ffi::Span<const int64_t> groups, int64_t group_size,
       int64_t node_size, int64_t puts, xla::ffi::Span<const int64_t> devices,
       std::string_view dtype, xla::ffi::Span<const int64_t> /*counts*/, int64_t /*algorithm*/,
-      int64_t cut, int64_t wide, int64_t tf32, int64_t gathered,
+      std::string_view w_dtype, std::string_view out_dtype, int64_t cut, int64_t fast,
+      int64_t gathered,
       xla::ffi::Span<const int64_t> x_shapes, xla::ffi::Span<const int64_t> w_cols,
       xla::ffi::Span<const int64_t> transposed) {
     auto made = MatmulGpuSite::Make({Op::kTarget, Op::kKind, abi, axes, groups, group_size,
-                                     node_size, puts, devices, dtype, cut, wide, tf32, gathered,
+                                     node_size, puts, devices, dtype, w_dtype, out_dtype, cut, fast, gathered,
                                      x_shapes, w_cols, transposed});
     if (made.has_error()) return xla::ffi::Unexpected(made.error());
     auto site = std::make_unique<Site>();
@@ -106,9 +107,10 @@ xla::ffi::TypeId MatmulGpuHandler<Op>::Site::id = {};
                              .Attr<std::string_view>("dtype")                      \
                              .Attr<xla::ffi::Span<const int64_t>>("counts")        \
                              .Attr<int64_t>("algorithm")                           \
+                             .Attr<std::string_view>("w_dtype")                    \
+                             .Attr<std::string_view>("out_dtype")                  \
                              .Attr<int64_t>("cut")                                 \
-                             .Attr<int64_t>("wide")                                \
-                             .Attr<int64_t>("tf32")                                \
+                             .Attr<int64_t>("fast")                                \
                              .Attr<int64_t>("gathered")                            \
                              .Attr<xla::ffi::Span<const int64_t>>("x_shapes")      \
                              .Attr<xla::ffi::Span<const int64_t>>("w_cols")        \

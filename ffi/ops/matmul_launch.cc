@@ -34,6 +34,7 @@ std::vector<MatmulStep> MatmulSpec::Program(int rank, int64_t slot) const {
 int64_t MatmulSpec::SizeAt(const Place& place) const {
   switch (place.space) {
     case Space::kOut: return SizeOf(out);
+    case Space::kW: return SizeOf(in_w);
     case Space::kSlot: return SizeOf(kind == MatmulKind::kGather ? in : out);
     default: return SizeOf(in);
   }
@@ -59,10 +60,11 @@ GemmKey MatmulSpec::KeyOf(const MatmulStep& step) const {
           c.block,
           step.d.block,
           in,
+          in_w,
           out,
           step.transposed,
           step.accumulates,
-          tf32 && in == GemmType::kF32,
+          fast && (in == GemmType::kF32 || IsFloat8(in)),
           align(step.x),
           align(step.w),
           align(c),
@@ -73,8 +75,8 @@ uint64_t MatmulSpec::Hash() const {
   uint64_t hash = Mixed(static_cast<uint64_t>(kind), static_cast<uint64_t>(shape.cut));
   for (const uint64_t word :
        {static_cast<uint64_t>(shape.batch), static_cast<uint64_t>(shape.outer),
-        static_cast<uint64_t>(shape.rows), static_cast<uint64_t>(in), static_cast<uint64_t>(out),
-        static_cast<uint64_t>(xs)}) {
+        static_cast<uint64_t>(shape.rows), static_cast<uint64_t>(in),
+        static_cast<uint64_t>(in_w), static_cast<uint64_t>(out), static_cast<uint64_t>(xs)}) {
     hash = Mixed(hash, word);
   }
   for (const Product& p : shape.products) hash = Mixed(Mixed(hash, p.inner), p.cols);

@@ -20,8 +20,8 @@ struct MatmulSpec {
   MatmulKind kind;
   MatmulShape shape;
   size_t xs;
-  GemmType in, out;
-  bool tf32, gathered;
+  GemmType in, in_w, out;
+  bool fast, gathered;
 
   size_t results() const { return kind == MatmulKind::kGather ? shape.products.size() : 1; }
   // The steps of a rank, for slots of so many elements.

@@ -11,6 +11,8 @@ which reads w once. It is our psum, planned, counted and named in errors as such
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -57,6 +59,15 @@ def choose(
 
 
 # ------------------------------------------------------------- inside of lowering
+def rounded_once(product, dtype):
+    """What `product(dtype)` makes, but of sums in float32, at least, until the end.
+
+    XLA on GPUs rounds more often on the way to a result in a half type.
+    """
+    wide = product(jnp.promote_types(dtype, np.float32))
+    return jax.tree.map(lambda y: y.astype(dtype), wide)
+
+
 def total(y, axes):
     """The sum of y over the ranks, on every rank."""
     params = {"axis_index_groups": None, "algorithm": None}
@@ -95,10 +106,11 @@ def gathered_bytes(x, ranks: int) -> int:
 def _bits(x):
     """The bits of the rows of x as int32, padded to whole ones."""
     *outer, row = x.shape
-    if x.dtype.itemsize == 2:  # as integers at once: what pads floats may change NaNs
-        x = lax.bitcast_convert_type(x, np.uint16)
-        x = lax.pad(x, np.uint16(0), [*[(0, 0, 0)] * len(outer), (0, row % 2, 0)])
-        x = lax.reshape(x, (*outer, x.shape[-1] // 2, 2))
+    if x.dtype.itemsize < 4:  # as integers at once: what pads floats may change NaNs
+        small, each = _parts_of_int32(x.dtype)
+        x = lax.bitcast_convert_type(x, small)
+        x = lax.pad(x, small(0), [*[(0, 0, 0)] * len(outer), (0, -row % each, 0)])
+        x = lax.reshape(x, (*outer, x.shape[-1] // each, each))
     bits = lax.bitcast_convert_type(x, np.int32)
     if x.dtype.itemsize == 8:
         bits = lax.reshape(bits, (*outer, 2 * row))
@@ -111,8 +123,14 @@ def _values(bits, dtype, row: int):
     bits = bits ^ _FLIPPED
     if dtype.itemsize == 8:
         bits = lax.reshape(bits, (*outer, row, 2))
-    if dtype.itemsize == 2:
-        bits = lax.bitcast_convert_type(bits, np.uint16)
-        bits = lax.reshape(bits, (*outer, 2 * ints))
+    if dtype.itemsize < 4:
+        small, each = _parts_of_int32(dtype)
+        bits = lax.bitcast_convert_type(bits, small)
+        bits = lax.reshape(bits, (*outer, each * ints))
         bits = lax.slice_in_dim(bits, 0, row, axis=len(outer))
     return lax.bitcast_convert_type(bits, dtype)
+
+
+def _parts_of_int32(dtype):
+    """The unsigned integer as large as a type, and how many of it an int32 has."""
+    return {1: np.uint8, 2: np.uint16}[dtype.itemsize], 4 // dtype.itemsize

@@ -140,8 +140,8 @@ def make_varying(x, axes: tuple):
 planners: dict[Primitive, Callable[..., Plan]] = {}
 
 
-# Those that can be native on GPUs.
-_on_gpu: set[Primitive] = set()
+# Those that can be native on GPUs, and the dtypes that only GPUs take.
+_on_gpu: dict[Primitive, tuple[str, ...]] = {}
 _FOR_EXPORT = (
     "an exported program may run on other devices than it was lowered for, and on GPUs "
     "these are attributes of the custom call"
@@ -158,6 +158,8 @@ def plan_call(
         manual_axes,
         jax.process_count(),
         primitive in _on_gpu,
+        _on_gpu.get(primitive, ()),
+        _compat.capability(mesh),
     )
     never = why_never_native(avals[0].dtype, situation, params["implementation"])
     reach = None
@@ -185,9 +187,12 @@ def plan_lowering(ctx, primitive, params: dict) -> tuple[Team, Plan]:
     return team, plan
 
 
-def lower_on_gpu(primitive, rule) -> None:
-    """Registers a lowering for GPUs, if this installation has what it takes."""
-    _on_gpu.add(primitive)
+def lower_on_gpu(primitive, rule, dtypes: tuple[str, ...] = ()) -> None:
+    """Registers a lowering for GPUs, if this installation has what it takes.
+
+    `dtypes` are those that it takes there and not on CPU.
+    """
+    _on_gpu[primitive] = dtypes
     if _cuda.ffi is not None:
         mlir.register_lowering(primitive, rule, platform="cuda")
         _compat.lower_for_devices(primitive)

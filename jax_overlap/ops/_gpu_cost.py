@@ -20,7 +20,7 @@ _US = 1e6
 _LINK_BYTES = 390e9  # a second
 _NCCL_START_US, _NCCL_FACTOR = 30.0, 1.2
 _MEMORY_BYTES = 4e12
-_HALF_FLOPS, _TF32_FLOPS, _FLOPS = 700e12, 350e12, 50e12
+_FLOAT8_FLOPS, _HALF_FLOPS, _TF32_FLOPS, _FLOPS = 1200e12, 700e12, 350e12, 50e12
 _LAUNCH_US = 5.0
 
 # Beside the product, by the number of ranks.
@@ -68,7 +68,7 @@ def predict(op: str, xs, ws, result, transposed, ranks: int, tf32: bool) -> Pred
     )
     tf32 = tf32 and str(xs[0].dtype) == "float32"
     rate = _TF32_FLOPS if tf32 else _FLOPS
-    rate = _HALF_FLOPS if xs[0].dtype.itemsize == 2 else rate
+    rate = {1: _FLOAT8_FLOPS, 2: _HALF_FLOPS}.get(xs[0].dtype.itemsize, rate)
     read = sum(a.size * a.dtype.itemsize for a in (*xs, *ws))
     product_us = _LAUNCH_US + _US * max(flops / rate, read / _MEMORY_BYTES)
 

@@ -39,14 +39,39 @@ _NATIVE_RESULTS = {
     "bfloat16": ("bfloat16", "float32"),
     "float16": ("float16", "float32"),
 }
+# Of operands in float8, on GPUs. cuBLASLt takes rows of whole 16-byte lines, and no two
+# operands in float8_e5m2.
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+_FLOAT8_RESULTS = ("bfloat16", "float16", "float32")
+_FLOAT8_LINE = 16
+_FLOAT8_CAPABILITY = (8, 9)
 
 
 # ------------------------------------------------------------- public arguments
 def promoted(*operands):
-    """The operands in their common type, as in `x @ w`."""
+    """The operands in their common type, as in `x @ w`; all in float8 stay as they are.
+
+    jax.lax.dot_general takes unlike types of float8, which have no common one.
+    """
     operands = [jnp.asarray(a) for a in operands]
-    dtype = jnp.result_type(*operands)
+    if all(_is_float8(a.dtype) for a in operands):
+        return operands
+    dtype = common_type(*operands)
     return [a.astype(dtype) for a in operands]
+
+
+def common_type(*operands):
+    """The type of `x @ w`; of float8 and a wider type of floats it is the wider one."""
+    dtypes = [jnp.result_type(a) for a in operands]
+    wider = [d for d in dtypes if not _is_float8(d)]
+    if wider and all(jnp.issubdtype(d, np.inexact) for d in wider):
+        dtypes = wider
+    return jnp.result_type(*dtypes)
+
+
+def _is_float8(dtype) -> bool:
+    """Whether these are floats of 8 bits or fewer, which jax does not promote."""
+    return jnp.issubdtype(dtype, np.floating) and jnp.finfo(dtype).bits <= 8
 
 
 def dims_of_matmul(op: str, dims, x, w):
@@ -96,7 +121,9 @@ def result_type(dot, x_shape, x, w):
 
 def check_native(op: str, implementation, x, out_dtype) -> None:
     """Refuses types that `implementation="native"` cannot serve."""
-    if implementation == "native" and (why := why_not_types(x.dtype, out_dtype)):
+    float8 = str(x.dtype) in _FLOAT8 and str(out_dtype) in _FLOAT8_RESULTS
+    why = "" if float8 else why_not_types(x.dtype, out_dtype)
+    if implementation == "native" and why:
         raise TypeError(
             f"{op}: implementation='native' does not take this: {why}. "
             "implementation=None lowers to jax.lax."
@@ -111,6 +138,48 @@ def why_not_types(dtype, out_dtype) -> str:
         f"a matmul of {dtype} with a result of {out_dtype} (native are float32, "
         "float64, and bfloat16 and float16 with a result of the same type or float32)"
     )
+
+
+def _why_not_float8(avals, results, team, situation, *, xs=1, cut="", **params) -> str:
+    """Why a matmul of float8 is not native here, or ""."""
+    x_dtypes, w_dtypes = ({str(a.dtype) for a in s} for s in (avals[:xs], avals[xs:]))
+    dtypes = x_dtypes | w_dtypes
+    out = str(results[0].dtype)
+    if not dtypes <= {*_FLOAT8} or out not in _FLOAT8_RESULTS:
+        return (
+            f"a matmul of {', '.join(sorted(dtypes))} with a result of {out} (of "
+            f"float8 native are {' and '.join(_FLOAT8)}, with preferred_element_type "
+            f"{', '.join(_FLOAT8_RESULTS)})"
+        )
+    if not situation.on_gpu:
+        return "matmuls of float8 are native on GPUs only"
+    if max(len(x_dtypes), len(w_dtypes)) > 1:
+        return "operands of one call have unlike types of float8"
+    if dtypes == {"float8_e5m2"}:
+        return "cuBLASLt has no matmul of float8_e5m2 by float8_e5m2"
+    capability = tuple(int(n) for n in situation.capability.split(".") if n)
+    if capability and capability < _FLOAT8_CAPABILITY:
+        return (
+            f"GPUs of compute capability {situation.capability} multiply no float8 "
+            f"({'.'.join(map(str, _FLOAT8_CAPABILITY))} and later do)"
+        )
+    inner = {a.shape[3] for a in avals[:xs]}
+    cols = {
+        w.shape[1 if t else 2]
+        for w, t in zip(avals[xs:], params["transposed"], strict=True)
+    }
+    if cut == "cols":
+        cols = {n // team.ranks if n % team.ranks == 0 else 1 for n in cols}
+    if any(n % _FLOAT8_LINE for n in inner | cols):
+        return (
+            f"of float8, what is contracted ({_listed(inner)}) and the columns "
+            f"({_listed(cols)}) of a part have to be multiples of {_FLOAT8_LINE}"
+        )
+    return ""
+
+
+def _listed(numbers) -> str:
+    return ", ".join(map(str, sorted(numbers)))
 
 
 def add_bias(op: str, y, bias):
@@ -142,7 +211,7 @@ def weight_gradient(x, ct, transposed: bool, dtype, precision):
     x, ct = promoted(x, ct)
     pair = (ct, x) if transposed else (x, ct)
     dims = (((1, 2), (1, 2)), ((0,), (0,)))
-    wide = jnp.promote_types(x.dtype, dtype)
+    wide = x.dtype if _is_float8(dtype) else jnp.promote_types(x.dtype, dtype)
     dw = lax.dot_general(*pair, dims, precision=precision, preferred_element_type=wide)
     return dw.astype(dtype)
 
@@ -178,7 +247,7 @@ def make_primitive(op: str, reference, abstract_eval, by_psum, summed_bytes):
     lower = partial(_lower, op, primitive, reference, by_psum)
     mlir.register_lowering(primitive, lower)
     mlir.register_lowering(primitive, lower, platform="cpu")
-    _collective.lower_on_gpu(primitive, lower)
+    _collective.lower_on_gpu(primitive, lower, _FLOAT8)
     return primitive
 
 
@@ -226,7 +295,10 @@ def _plan(op, abstract_eval, summed_bytes, avals, team, situation, **params):
         ),
         no_elements=_all_empty(results) or _all_empty(avals[: params.get("xs", 1)]),
     )
-    why = why_not_types(avals[0].dtype, results[0].dtype)
+    if any(_is_float8(a.dtype) for a in avals):
+        why = _why_not_float8(avals, results, team, situation, **params)
+    else:
+        why = why_not_types(avals[0].dtype, results[0].dtype)
     if why and params["implementation"] != "reference":
         return dataclasses.replace(
             plan, implementation="lax", algorithm=None, reason=why
@@ -330,6 +402,12 @@ def _all_empty(avals) -> bool:
 
 
 def _lower(op, primitive, reference, by_psum, ctx, *operands, **params):
+    xs = params.get("xs", 1)
+    # CuBLASLt multiplies float8 along rows of both operands.
+    along_rows = all(params["transposed"]) or _compat.platforms(ctx) != ("cuda",)
+    if _is_float8(ctx.avals_in[0].dtype) and not along_rows:
+        bind = partial(_bind_transposed, primitive, **params)
+        return _collective.lower_to_lax(ctx, bind, operands, False)
     team, plan = _collective.plan_lowering(ctx, primitive, params)
     if plan.implementation == "identity" and team.ranks != 1:  # no elements
         zeros = lambda *_: [jnp.zeros(a.shape, a.dtype) for a in ctx.avals_out]  # noqa: E731
@@ -344,8 +422,6 @@ def _lower(op, primitive, reference, by_psum, ctx, *operands, **params):
     if plan.algorithm == _by_psum.NAME:
         by_psum = partial(by_psum, **params)
         return _collective.lower_to_lax(ctx, by_psum, operands, False)
-    xs = params.get("xs", 1)
-    x, out = ctx.avals_in[0], ctx.avals_out[0]
     flags = np.array(params["transposed"], np.int64)
     return _collective.lower_to_handler(
         ctx,
@@ -355,7 +431,6 @@ def _lower(op, primitive, reference, by_psum, ctx, *operands, **params):
         operands,
         algorithm=_HANDLED[plan.algorithm],
         cut=CUTS[params.get("cut", "rows")],
-        wide=x.dtype != out.dtype,
         # Shapes of x and of w [g, k, n], an operand after the other.
         x_shapes=np.array([a.shape for a in ctx.avals_in[:xs]], np.int64).reshape(-1),
         w_cols=np.array(
@@ -366,19 +441,39 @@ def _lower(op, primitive, reference, by_psum, ctx, *operands, **params):
             np.int64,
         ),
         transposed=flags,
-        **_on_gpu_alone(ctx, **params),
+        **_of_platform(ctx, **params),
     )
 
 
-def _on_gpu_alone(ctx, *, precision, gathered=False, **_) -> dict:
-    """The attributes that the handlers for GPUs have besides."""
+def _bind_transposed(primitive, *operands, transposed, **params):
+    """Binds with each w as [g, n, k]."""
+    xs = params.get("xs", 1)
+    ws = [
+        w if t else lax.transpose(w, (0, 2, 1))
+        for w, t in zip(operands[xs:], transposed, strict=True)
+    ]
+    transposed = (True,) * len(ws)
+    return primitive.bind(*operands[:xs], *ws, transposed=transposed, **params)
+
+
+def _of_platform(ctx, *, precision, xs=1, gathered=False, **_) -> dict:
+    """The attributes that only the handlers for GPUs have, or those for CPUs."""
+    x, w, out = ctx.avals_in[0], ctx.avals_in[xs], ctx.avals_out[0]
     if _compat.platforms(ctx) != ("cuda",):
-        return {}
-    return {"tf32": int(_takes_tf32(precision)), "gathered": int(gathered)}
+        return {"wide": x.dtype != out.dtype}
+    return {
+        "w_dtype": str(w.dtype),
+        "out_dtype": str(out.dtype),
+        "fast": int(_takes_tf32(precision)),
+        "gathered": int(gathered),
+    }
 
 
 def _takes_tf32(precision) -> bool:
-    """Whether `jax.lax` would multiply float32 as TF32, its default on GPUs."""
+    """Whether `jax.lax` would multiply float32 as TF32, its default on GPUs.
+
+    And float8 with its accumulators of fewer bits, by the same rule.
+    """
     if precision is None:
         precision = jax.config.jax_default_matmul_precision
     pair = precision if isinstance(precision, tuple) else (precision,)

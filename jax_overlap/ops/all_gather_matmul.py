@@ -15,7 +15,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching
@@ -55,17 +54,35 @@ def reference(
             axis_index_groups=axis_index_groups,
             tiled=True,
         )
-    ys = [
-        _matmul.dot(x, w, t, out_dtype, precision)
-        for w, t in zip(ws, transposed, strict=True)
-    ]
+    ys = products(x, ws, transposed, precision, out_dtype)
     return [*ys, x] if gathered else ys
 
 
-def by_psum(x, *ws, axes, axis_size, cut, **params):
+def by_psum(
+    x,
+    *ws,
+    axes,
+    axis_size,
+    cut,
+    transposed,
+    out_dtype,
+    gathered,
+    precision,
+    **_,
+):
     """The same by our psum: ops/_by_psum.py."""
     x = _by_psum.gathered(x, axes, _matmul.CUT_IN_X[cut], axis_size)
-    return reference(x, *ws, cut=cut, **params, axes=())
+    product = partial(products, x, ws, transposed, precision)
+    ys = _by_psum.rounded_once(product, out_dtype)
+    return [*ys, x] if gathered else ys
+
+
+def products(x, ws, transposed, precision, dtype):
+    """Those of one rank: x by each w."""
+    return [
+        _matmul.dot(x, w, t, dtype, precision)
+        for w, t in zip(ws, transposed, strict=True)
+    ]
 
 
 def all_gather_matmul(
@@ -359,7 +376,7 @@ def _transpose(
                 right,
                 cut="cols" if cut == "inner" else cut,
                 transposed=tuple(not transposed[i] for i in live),
-                out_dtype=jnp.result_type(*left, *right),
+                out_dtype=_matmul.common_type(*left, *right),
                 **params,
             ).astype(x.aval.dtype)
             out[0] = dx

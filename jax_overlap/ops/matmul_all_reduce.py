@@ -30,9 +30,13 @@ def reference(*operands, axes, **params):
     return [lax.psum(y, axes) if axes else y]
 
 
-def by_psum(*operands, axes, **params):
+def by_psum(*operands, axes, out_dtype, **params):
     """The same by our psum: ops/_by_psum.py."""
-    return [_by_psum.total(_scatter.local_sum(*operands, **params), axes)]
+
+    def product(dtype):
+        return _scatter.local_sum(*operands, out_dtype=dtype, **params)
+
+    return [_by_psum.total(_by_psum.rounded_once(product, out_dtype), axes)]
 
 
 def matmul_all_reduce(

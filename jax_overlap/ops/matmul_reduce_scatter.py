@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching
@@ -42,9 +41,13 @@ def reference(*operands, axes, axis_index_groups, cut, **params):
     ]
 
 
-def by_psum(*operands, axes, axis_size, cut, **params):
+def by_psum(*operands, axes, axis_size, cut, out_dtype, **params):
     """The same by our psum: ops/_by_psum.py."""
-    y = _by_psum.total(local_sum(*operands, **params), axes)
+
+    def product(dtype):
+        return local_sum(*operands, out_dtype=dtype, **params)
+
+    y = _by_psum.total(_by_psum.rounded_once(product, out_dtype), axes)
     return [_by_psum.own_part(y, axes, _matmul.CUT_IN_OUT[cut], axis_size)]
 
 
@@ -235,7 +238,7 @@ def transpose(gather_matmul, cts, *operands, xs, transposed, out_dtype, cut, **p
             ct,
             ws,
             transposed=tuple(not pairs[i][2] for i in wanted),
-            out_dtype=jnp.result_type(ct, *ws),
+            out_dtype=_matmul.common_type(ct, *ws),
             cut=cut,
             gathered=with_weights,
             save_gathered=True,
