@@ -70,7 +70,8 @@ cudaDataType TypeOf(GemmType type) {
 
 cublasComputeType_t ComputeTypeOf(const GemmKey& key) {
   if (key.in == GemmType::kF64) return CUBLAS_COMPUTE_64F;
-  return key.in == GemmType::kF32 && key.fast != 0 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+  return key.in == GemmType::kF32 && key.fast != 0 ? CUBLAS_COMPUTE_32F_FAST_TF32
+                                                   : CUBLAS_COMPUTE_32F;
 }
 
 // An algorithm in a file.

@@ -29,9 +29,9 @@ struct GemmKey {
     std::string text;
     for (const int64_t value :
          {m, n, k, batch, ldx, ldw, ldc, ldd, static_cast<int64_t>(in), static_cast<int64_t>(in_w),
-          static_cast<int64_t>(out),
-          int64_t{transposed}, int64_t{accumulates}, int64_t{fast}, int64_t{x_align},
-          int64_t{w_align}, int64_t{c_align}, int64_t{d_align}, int64_t{w_block == 0}}) {
+          static_cast<int64_t>(out), int64_t{transposed}, int64_t{accumulates}, int64_t{fast},
+          int64_t{x_align}, int64_t{w_align}, int64_t{c_align}, int64_t{d_align},
+          int64_t{w_block == 0}}) {
       text += std::to_string(value) + ',';
     }
     return text;

@@ -18,8 +18,8 @@ constexpr int64_t kMostStride = int64_t{1} << 40, kMostSize = int64_t{1} << 31;
 }  // namespace
 
 bool HopperGemmTakes(const GemmKey& key, const cudaDeviceProp& device) {
-  const bool types =
-      key.in == key.in_w && key.in == key.out && (key.in == GemmType::kBF16 || key.in == GemmType::kF16);
+  const bool types = key.in == key.in_w && key.in == key.out &&
+                     (key.in == GemmType::kBF16 || key.in == GemmType::kF16);
   bool fits = kBuilt && device.major == 9 && types;
   for (const int64_t size : {key.m, key.n, key.k, key.batch}) {
     fits = fits && size > 0 && size < kMostSize;

@@ -148,8 +148,8 @@ class Bench {
     const MatmulShape shape{
         Cut::kRows, ranks_, 1,
         1,          rows,   {{static_cast<size_t>(k_), static_cast<size_t>(n_), false}}};
-    spec_ = std::make_unique<MatmulSpec>(
-        MatmulSpec{kind, shape, 1, GemmType::kBF16, GemmType::kBF16, GemmType::kBF16, false, false});
+    spec_ = std::make_unique<MatmulSpec>(MatmulSpec{
+        kind, shape, 1, GemmType::kBF16, GemmType::kBF16, GemmType::kBF16, false, false});
     std::string error;
     launches_ = MatmulLaunches::Make(*spec_, *lane_, channel, exchange, spec_->Hash(), &error);
     JO_CHECK_IN(launches_ != nullptr, "%s", error.c_str());

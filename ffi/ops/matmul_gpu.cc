@@ -20,9 +20,9 @@ std::optional<GemmType> TypeOf(std::string_view name) {
   constexpr struct {
     std::string_view name;
     GemmType type;
-  } kTypes[] = {{"float32", GemmType::kF32},         {"float64", GemmType::kF64},
-                {"bfloat16", GemmType::kBF16},       {"float16", GemmType::kF16},
-                {"float8_e4m3fn", GemmType::kE4M3},  {"float8_e5m2", GemmType::kE5M2}};
+  } kTypes[] = {{"float32", GemmType::kF32},        {"float64", GemmType::kF64},
+                {"bfloat16", GemmType::kBF16},      {"float16", GemmType::kF16},
+                {"float8_e4m3fn", GemmType::kE4M3}, {"float8_e5m2", GemmType::kE5M2}};
   for (const auto& type : kTypes) {
     if (type.name == name) return type.type;
   }
@@ -37,8 +37,8 @@ ffi::ErrorOr<std::unique_ptr<MatmulGpuSite>> MatmulGpuSite::Make(const Attribute
                                       a.puts != 0, a.devices);
   const size_t xs = a.x_shapes.size() / 4, ws = a.w_cols.size();
   const auto in = TypeOf(a.dtype), in_w = TypeOf(a.w_dtype), out = TypeOf(a.out_dtype);
-  const bool takes = in && in_w && out && !IsFloat8(*out) &&
-                     (in == in_w || (IsFloat8(*in) && IsFloat8(*in_w)));
+  const bool takes =
+      in && in_w && out && !IsFloat8(*out) && (in == in_w || (IsFloat8(*in) && IsFloat8(*in_w)));
   const size_t results = (a.kind == MatmulKind::kGather ? ws : 1) + (a.gathered != 0 ? 1 : 0);
   if (error.empty() && (!takes || xs == 0 || (xs != 1 && xs != ws) || a.transposed.size() != ws ||
                         a.group_size < 2 || a.puts != 0 || results > kMostResults)) {

@@ -61,12 +61,11 @@ struct MatmulGpuHandler {
       int64_t node_size, int64_t puts, xla::ffi::Span<const int64_t> devices,
       std::string_view dtype, xla::ffi::Span<const int64_t> /*counts*/, int64_t /*algorithm*/,
       std::string_view w_dtype, std::string_view out_dtype, int64_t cut, int64_t fast,
-      int64_t gathered,
-      xla::ffi::Span<const int64_t> x_shapes, xla::ffi::Span<const int64_t> w_cols,
-      xla::ffi::Span<const int64_t> transposed) {
+      int64_t gathered, xla::ffi::Span<const int64_t> x_shapes,
+      xla::ffi::Span<const int64_t> w_cols, xla::ffi::Span<const int64_t> transposed) {
     auto made = MatmulGpuSite::Make({Op::kTarget, Op::kKind, abi, axes, groups, group_size,
-                                     node_size, puts, devices, dtype, w_dtype, out_dtype, cut, fast, gathered,
-                                     x_shapes, w_cols, transposed});
+                                     node_size, puts, devices, dtype, w_dtype, out_dtype, cut, fast,
+                                     gathered, x_shapes, w_cols, transposed});
     if (made.has_error()) return xla::ffi::Unexpected(made.error());
     auto site = std::make_unique<Site>();
     site->site = std::move(*made);

@@ -75,8 +75,8 @@ uint64_t MatmulSpec::Hash() const {
   uint64_t hash = Mixed(static_cast<uint64_t>(kind), static_cast<uint64_t>(shape.cut));
   for (const uint64_t word :
        {static_cast<uint64_t>(shape.batch), static_cast<uint64_t>(shape.outer),
-        static_cast<uint64_t>(shape.rows), static_cast<uint64_t>(in),
-        static_cast<uint64_t>(in_w), static_cast<uint64_t>(out), static_cast<uint64_t>(xs)}) {
+        static_cast<uint64_t>(shape.rows), static_cast<uint64_t>(in), static_cast<uint64_t>(in_w),
+        static_cast<uint64_t>(out), static_cast<uint64_t>(xs)}) {
     hash = Mixed(hash, word);
   }
   for (const Product& p : shape.products) hash = Mixed(Mixed(hash, p.inner), p.cols);

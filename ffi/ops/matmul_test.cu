@@ -194,7 +194,7 @@ class Team {
     const MatmulSizes<Op> sizes(one);
     const MatmulInputs<Op> in{sizes, static_cast<int>(c)};
     const MatmulSpec spec{KindOf<Op>(), one.shape, one.xs(Op::kGathers), TypeOf<T>(), TypeOf<T>(),
-                          TypeOf<T>(), false, one.gathered};
+                          TypeOf<T>(),  false,     one.gathered};
     std::string error;
     const uint64_t call = spec.Hash() + (r == liar_ ? 1 : 0);
     launches_[r].push_back(

@@ -107,8 +107,10 @@ def all_gather_matmul(
     gather. The gradient of `x` is one `matmul_reduce_scatter` of all the cotangents.
 
     Args:
-      x: array [..., k]; float32, float64, bfloat16 or float16 (others: by `jax.lax`).
-      w: array [k, n], or a tuple of such arrays. All are promoted to a common type.
+      x: array [..., k]; float32, float64, bfloat16, float16, and on GPUs float8_e4m3fn
+        and float8_e5m2 (others, and where cuBLASLt has no such product: by `jax.lax`).
+      w: array [k, n], or a tuple of such arrays. All are promoted to a common type,
+        float8 to a wider type.
       axis_name: name of a mesh axis, or a tuple of names.
       gather_dimension: the dimension of `x` along which the ranks' operands are put
         together: rows, batch or the last one, which `w` then has in full.
@@ -120,6 +122,8 @@ def all_gather_matmul(
       precision: of the matmul, as in `jax.lax.dot_general`; native ones are exact
         float32 products on CPU, and on GPUs by default TF32, as there.
       preferred_element_type: dtype of the results; default: that of the operands.
+        Float8 is native with bfloat16, float16 or float32; multiply the results by
+        its scales.
       axis_index_groups: list of lists of indices along the axis, as in `jax.lax`.
       save_gathered: what the gradient of `w` takes the gathered `x` from. True keeps
         it from the forward pass: (axis size) x (bytes of `x`) until then, as for

@@ -83,8 +83,10 @@ def matmul_reduce_scatter(
     that of `w` too.
 
     Args:
-      x: array [..., k]; float32, float64, bfloat16 or float16 (others: by `jax.lax`).
-      w: array [k, n]. `x` and `w` are promoted to a common type as by `x @ w`.
+      x: array [..., k]; float32, float64, bfloat16, float16, and on GPUs float8_e4m3fn
+        and float8_e5m2 (others, and where cuBLASLt has no such product: by `jax.lax`).
+      w: array [k, n]. `x` and `w` are promoted to a common type as by `x @ w`,
+        float8 to a wider type.
       axis_name: name of a mesh axis, or a tuple of names.
       scatter_dimension: the dimension of `x @ w` that is cut, part r for rank r: rows,
         batch or the last one. Its size has to be divisible by the axis size.
@@ -94,6 +96,8 @@ def matmul_reduce_scatter(
       precision: of the matmul, as in `jax.lax.dot_general`; native ones are exact
         float32 products on CPU, and on GPUs by default TF32, as there.
       preferred_element_type: dtype of the result; default: that of the operands.
+        Float8 is native with bfloat16, float16 or float32; multiply the result by
+        its scales.
       axis_index_groups: list of lists of indices along the axis, as in `jax.lax`.
       implementation: None, "native" or "reference", as in `jax_overlap.psum`.
       algorithm: None chooses; "in_place" or "sliced" forces one (see

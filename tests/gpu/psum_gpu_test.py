@@ -4,6 +4,8 @@ No step waits for the host here, except on CPU, where XLA takes few programs at 
 """
 
 import hashlib
+import os
+from unittest import mock
 
 import contract_devices as devices
 import contract_processes as processes
@@ -16,10 +18,11 @@ from contract_devices import Layout, grid, line
 from contract_stragglers import Counting, on_cpu, wait_on_cpu
 from contract_tools import BF16, F16
 from jax import lax
-from op_contract import Contract, node_size
+from op_contract import Contract, named, node_size
 from op_descriptions import PSUM
 
 import jax_overlap
+from jax_overlap import _native
 from jax_overlap.testing.soak import after_turns
 
 N = devices.ranks(8)
@@ -195,6 +198,35 @@ class Grids(Contract):
         want = self.right(across, np.where(first[:, None], part + x, x))
         calls = (along.team > 1) + (across.team > 1)
         self.check(fn, along, (x,), want, check_vma=False, calls=calls, repeats=5)
+
+
+class Puts(Contract):
+    """Between nodes NVSHMEM puts, here as on several hosts, where no store arrives."""
+
+    op = PSUM
+    SIZES = (1, 257, 5001, 300_000)
+
+    @named(f32=(np.float32,), bf16=(BF16,))
+    def test_between_nodes(self, dtype):
+        if jax.process_count() == 1:
+            self.skipping = True
+            self.skipTest("needs a process for each GPU: NVSHMEM puts")
+        layout = line(N)
+        xs = [tools.exact(self.seed + n, (N, n), dtype) for n in self.SIZES]
+        want = [self.want(layout, [x], dtype) for x in xs]
+        switch = mock.patch.dict(os.environ, JAX_OVERLAP_PUT_ACROSS_NODES="1")
+        for split in devices.divisors(N)[:-1]:
+            with self.subTest(node=split), node_size(str(split)), switch:
+                self.assertTrue(_native.test_switch("PUT_ACROSS_NODES"), "a test build")
+                self.check(
+                    lambda *xs: [jax_overlap.psum(x, "x") for x in xs],
+                    layout,
+                    xs,
+                    want,
+                    calls=len(xs),
+                    replicas=True,
+                    repeats=20,
+                )
 
 
 class Hashes(Contract):
