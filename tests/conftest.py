@@ -25,6 +25,7 @@ SKIP_REASONS = (
     "needs a GPU",
     "needs 2 GPUs",
     "needs one process",
+    "needs several processes",
     "needs nvcc",
     "needs a newer jax",
 )
