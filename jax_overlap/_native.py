@@ -12,7 +12,7 @@ import jax
 
 from jax_overlap import _compat, config
 
-ABI = 1  # in every custom call: a change of its attributes or semantics changes it
+ABI = 2  # in every custom call: a change of its attributes or semantics changes it
 
 ffi = None
 why_missing = ""

@@ -144,7 +144,7 @@ def make_plan(
     choose,
     no_elements: bool | None = None,
 ) -> Plan:
-    """The plan of `op` on `avals`, which have one dtype.
+    """The plan of `op` on `avals`, by the dtype of the first.
 
     `choose(bytes of a rank's operands)` gives the algorithm of a native call and the
     reason, or LEFT_TO_LAX and why; `no_elements` says whether there is nothing to move

@@ -366,9 +366,20 @@ class Float8(parameterized.TestCase):
     def test_native_is_refused_where_it_is_not(self, op):
         for options, error, why in (
             ({"result": None}, TypeError, "does not take this: a matmul of float8"),
+            (
+                {"w_dtype": ml_dtypes.float8_e3m4},
+                TypeError,
+                "float8_e3m4, float8_e4m3fn",
+            ),
+            ({"dtype": E5M2}, TypeError, "float8_e5m2 by float8_e5m2"),
             ({}, NotImplementedError, "of float8 are native on GPUs only"),
         ):
-            operands = [jax.ShapeDtypeStruct((RANKS, *s), E4M3) for s in self.SHAPES]
+            dtype = options.get("dtype", E4M3)
+            dtypes = dtype, options.get("w_dtype", dtype)
+            operands = [
+                jax.ShapeDtypeStruct((RANKS, *s), of)
+                for s, of in zip(self.SHAPES, dtypes, strict=True)
+            ]
             call = functools.partial(
                 getattr(jax_overlap, op),
                 axis_name="x",
@@ -377,6 +388,19 @@ class Float8(parameterized.TestCase):
             )
             with self.assertRaisesRegex(error, why):
                 jax.jit(tools.stacked(call, line(RANKS))).lower(*operands)
+
+    @parameterized.product(op=MATMULS, dtype=(BF16, E4M3))
+    def test_a_weak_type_is_not_wider(self, op, dtype):
+        call, shape = getattr(jax_overlap, op), (16, RANKS)
+
+        def fn(x):
+            weak = jnp.broadcast_to(jnp.asarray(2.0), shape)
+            right, left = call(x, weak, "x"), call(weak, x, "x")
+            return right, left, x @ weak
+
+        program = tools.stacked(fn, line(RANKS), check_vma=False)
+        got = jax.eval_shape(program, jax.ShapeDtypeStruct((RANKS, RANKS, 16), dtype))
+        self.assertEqual([a.dtype for a in got], [np.dtype(dtype)] * 3)
 
     @parameterized.product(op=MATMULS)
     def test_with_a_wider_type_it_is_of_that(self, op):

@@ -55,6 +55,12 @@ class _OfOp(Contract):
             calls = 0
         self.check(fn, line(N), operands, want, calls=calls, **kw)
 
+    def type_of_dot(self, x, w):
+        dims = (((1,), (0,)), ((), ()))
+        return jax.eval_shape(
+            lambda x, w: lax.dot_general(x, w, dims), x[0], w[0]
+        ).dtype
+
     @named(**{name: (pair,) for name, pair in PAIRS.items()})
     def test_values(self, dtypes):
         cases = [self.operands(s, dtypes, 10 * i) for i, s in enumerate(SHAPES)]
@@ -80,14 +86,21 @@ class _OfOp(Contract):
         want = [y.astype(dtype) for dtype, _ in asked for _ in range(2) for y in exact]
         self.run_float8(fn, (cases, turned), want, len(want), replicas=True)
 
-    def test_gradients(self):
+    @named(
+        f32=("e4m3_e5m2", np.dtype(np.float32)),
+        bf16=("e4m3", BF16),
+        as_the_operands=("e4m3", None),
+        of_unlike_operands=("e5m2_e4m3", None),
+    )
+    def test_gradients(self, pair, dtype):
         """Of float8 as the operands, rounded once."""
-        operands = self.operands(SHAPES[1], PAIRS["e4m3_e5m2"])
+        operands = self.operands(SHAPES[1], PAIRS[pair])
         y = self.right(*operands)
-        ct = np.sign(tools.exact(self.seed + 5, y.shape, np.float32))
         call = functools.partial(
-            self.op.call, axis_name="x", preferred_element_type=np.float32
+            self.op.call, axis_name="x", preferred_element_type=dtype
         )
+        of_result = dtype or self.type_of_dot(*operands)
+        ct = np.sign(tools.exact(self.seed + 5, y.shape, np.float32)).astype(of_result)
 
         def fn(x, w, ct):
             return jax.vjp(call, x, w)[1](ct)
@@ -169,6 +182,26 @@ class AllGather(_OfOp):
         )
         want = (self.right(x, w).astype(BF16), self.right(x, v).astype(BF16), gathered)
         self.run_float8(fn, (x, w, v), want, 1)
+
+    def test_weights_of_unlike_types(self):
+        x, w = self.operands(SHAPES[1], PAIRS["e4m3"])
+        _, v = self.operands((5, 48, 16), PAIRS["e4m3_e5m2"], 20)
+
+        def fn(x, w, v, dtype):
+            ys, gathered = jax_overlap.all_gather_matmul(
+                x, (v, w), "x", return_gathered=True, preferred_element_type=dtype
+            )
+            return (*ys, gathered)
+
+        wide = functools.partial(fn, dtype=np.float32)
+        gathered = np.broadcast_to(
+            x.reshape(-1, x.shape[2]), (N, N * x.shape[1], x.shape[2])
+        )
+        ys = [self.right(x, a).astype(np.float32) for a in (v, w)]
+        self.run_float8(wide, (x, w, v), (*ys, gathered), 2)
+        kept = tools.stacked(functools.partial(fn, dtype=None), line(N))
+        types = [a.dtype for a in jax.eval_shape(kept, x, w, v)]
+        self.assertEqual(types, [self.type_of_dot(x, v), E4M3, E4M3])
 
     def test_gathered_along_what_is_contracted(self):
         k, columns = 32, 48

@@ -10,7 +10,7 @@
 namespace jax_overlap {
 
 // Changes with the attributes that all ops have; jax_overlap/_native.py has the same.
-constexpr int64_t kAbi = 1;
+constexpr int64_t kAbi = 2;
 
 // An error text for attributes that make no sense: a team of `group_size` ranks, in nodes
 // of `node_size`, for each group of the `places`; and what a platform asks for besides.

@@ -1,7 +1,6 @@
 #include "ops/matmul_gpu.h"
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 #include <utility>
 
@@ -29,6 +28,13 @@ std::optional<GemmType> TypeOf(std::string_view name) {
   return {};
 }
 
+// Half types and float8 may be left as they are added, in float32.
+bool Takes(GemmType in, GemmType in_w, GemmType out) {
+  if (IsFloat8(in)) return IsFloat8(in_w) && !IsFloat8(out) && out != GemmType::kF64;
+  const bool half = in == GemmType::kBF16 || in == GemmType::kF16;
+  return in_w == in && (out == in || (half && out == GemmType::kF32));
+}
+
 }  // namespace
 
 ffi::ErrorOr<std::unique_ptr<MatmulGpuSite>> MatmulGpuSite::Make(const Attributes& a) {
@@ -37,8 +43,7 @@ ffi::ErrorOr<std::unique_ptr<MatmulGpuSite>> MatmulGpuSite::Make(const Attribute
                                       a.puts != 0, a.devices);
   const size_t xs = a.x_shapes.size() / 4, ws = a.w_cols.size();
   const auto in = TypeOf(a.dtype), in_w = TypeOf(a.w_dtype), out = TypeOf(a.out_dtype);
-  const bool takes =
-      in && in_w && out && !IsFloat8(*out) && (in == in_w || (IsFloat8(*in) && IsFloat8(*in_w)));
+  const bool takes = in && in_w && out && Takes(*in, *in_w, *out);
   const size_t results = (a.kind == MatmulKind::kGather ? ws : 1) + (a.gathered != 0 ? 1 : 0);
   if (error.empty() && (!takes || xs == 0 || (xs != 1 && xs != ws) || a.transposed.size() != ws ||
                         a.group_size < 2 || a.puts != 0 || results > kMostResults)) {
@@ -68,11 +73,10 @@ ffi::ErrorOr<std::unique_ptr<MatmulGpuSite>> MatmulGpuSite::Make(const Attribute
 // Algorithms are measured when a site is made, as no peer waits for that: for slots that are
 // large enough, since how large they are is known when the first call begins.
 std::string MatmulGpuSite::Tune() const {
-  constexpr int64_t kLarge = std::numeric_limits<int64_t>::max() / 64;
   std::string error;
   for (const auto& [ordinal, rank] : gpu_.LocalRanks()) {
     if (GpuGemm::Get().LaneOf(ordinal, &error) == nullptr) return error;
-    for (const MatmulStep& step : spec_.Program(rank, kLarge)) {
+    for (const MatmulStep& step : spec_.Program(rank, kLargeSlot)) {
       if (step.kind != StepKind::kProduct) continue;
       if (GpuGemm::Get().PlanOf(ordinal, spec_.KeyOf(step), &error) == nullptr) return error;
     }

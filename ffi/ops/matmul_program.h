@@ -86,6 +86,9 @@ struct MatmulStep {
 // gathered beside the products.
 constexpr int kMatmulStreams = 4;
 constexpr int kHalves = 2;
+// Elements of a slot that takes anything, in one round. As all slots it begins at, and is a
+// multiple of, whole lines.
+constexpr int64_t kLargeSlot = int64_t{1} << 56;
 constexpr int PushStream(int half) { return 1 + half; }
 constexpr int kGatherStream = 3;
 

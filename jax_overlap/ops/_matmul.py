@@ -54,7 +54,7 @@ def promoted(*operands):
     jax.lax.dot_general takes unlike types of float8, which have no common one.
     """
     operands = [jnp.asarray(a) for a in operands]
-    if all(_is_float8(a.dtype) for a in operands):
+    if all(_is_narrow(a.dtype) for a in operands):
         return operands
     dtype = common_type(*operands)
     return [a.astype(dtype) for a in operands]
@@ -62,14 +62,24 @@ def promoted(*operands):
 
 def common_type(*operands):
     """The type of `x @ w`; of float8 and a wider type of floats it is the wider one."""
-    dtypes = [jnp.result_type(a) for a in operands]
-    wider = [d for d in dtypes if not _is_float8(d)]
-    if wider and all(jnp.issubdtype(d, np.inexact) for d in wider):
-        dtypes = wider
-    return jnp.result_type(*dtypes)
+    wider = [a for a in operands if not _is_narrow(a.dtype)]
+    told = any(jnp.issubdtype(a.dtype, np.inexact) and not a.weak_type for a in wider)
+    return jnp.result_type(*(wider if told else operands))
 
 
-def _is_float8(dtype) -> bool:
+def cotangent_type(target, *operands):
+    """The type in which a cotangent is computed, to be rounded to `target` then."""
+    if any(map(_is_narrow, (target, *(a.dtype for a in operands)))):
+        return _at_least_float32(operands)
+    return common_type(*operands)
+
+
+def _at_least_float32(operands):
+    wider = [a.dtype for a in operands if not _is_narrow(a.dtype)]
+    return jnp.result_type(np.float32, *wider)
+
+
+def _is_narrow(dtype) -> bool:
     """Whether these are floats of 8 bits or fewer, which jax does not promote."""
     return jnp.issubdtype(dtype, np.floating) and jnp.finfo(dtype).bits <= 8
 
@@ -119,57 +129,55 @@ def result_type(dot, x_shape, x, w):
     return jax.eval_shape(dot, *(jax.ShapeDtypeStruct(*o) for o in operands))
 
 
-def check_native(op: str, implementation, x, out_dtype) -> None:
+def check_native(op: str, implementation, x, ws, out_dtype) -> None:
     """Refuses types that `implementation="native"` cannot serve."""
-    float8 = str(x.dtype) in _FLOAT8 and str(out_dtype) in _FLOAT8_RESULTS
-    why = "" if float8 else why_not_types(x.dtype, out_dtype)
-    if implementation == "native" and why:
+    why = why_not_types([x], ws, out_dtype) if implementation == "native" else ""
+    if why:
         raise TypeError(
             f"{op}: implementation='native' does not take this: {why}. "
             "implementation=None lowers to jax.lax."
         )
 
 
-def why_not_types(dtype, out_dtype) -> str:
-    """Why there is no native code for operands and result of these dtypes, or ""."""
-    if str(out_dtype) in _NATIVE_RESULTS.get(str(dtype), ()):
-        return ""
-    return (
-        f"a matmul of {dtype} with a result of {out_dtype} (native are float32, "
-        "float64, and bfloat16 and float16 with a result of the same type or float32)"
-    )
-
-
-def _why_not_float8(avals, results, team, situation, *, xs=1, cut="", **params) -> str:
-    """Why a matmul of float8 is not native here, or ""."""
-    x_dtypes, w_dtypes = ({str(a.dtype) for a in s} for s in (avals[:xs], avals[xs:]))
-    dtypes = x_dtypes | w_dtypes
-    out = str(results[0].dtype)
+def why_not_types(xs, ws, out_dtype) -> str:
+    """Why these types of operands and result are native nowhere, or ""."""
+    dtypes, out = {str(a.dtype) for a in (*xs, *ws)}, str(out_dtype)
+    if not any(_is_narrow(a.dtype) for a in (*xs, *ws)):
+        (dtype,) = dtypes  # they are promoted
+        if out in _NATIVE_RESULTS.get(dtype, ()):
+            return ""
+        return (
+            f"a matmul of {dtype} with a result of {out} (native are float32, float64, "
+            "and bfloat16 and float16 with a result of the same type or float32)"
+        )
     if not dtypes <= {*_FLOAT8} or out not in _FLOAT8_RESULTS:
         return (
             f"a matmul of {', '.join(sorted(dtypes))} with a result of {out} (of "
             f"float8 native are {' and '.join(_FLOAT8)}, with preferred_element_type "
             f"{', '.join(_FLOAT8_RESULTS)})"
         )
-    if not situation.on_gpu:
-        return "matmuls of float8 are native on GPUs only"
-    if max(len(x_dtypes), len(w_dtypes)) > 1:
-        return "operands of one call have unlike types of float8"
     if dtypes == {"float8_e5m2"}:
         return "cuBLASLt has no matmul of float8_e5m2 by float8_e5m2"
-    capability = tuple(int(n) for n in situation.capability.split(".") if n)
+    return ""
+
+
+def _why_not_float8(xs, ws, transposed, cut, team, situation) -> str:
+    """Why a matmul of float8 that is native somewhere is not here, or ""."""
+    if not situation.on_gpu:
+        return "matmuls of float8 are native on GPUs only"
+    if max(len({a.dtype for a in operands}) for operands in (xs, ws)) > 1:
+        return "operands of one call have unlike types of float8"
+    capability = tuple(int(n) for n in situation.capability.split(".") if n.isdigit())
     if capability and capability < _FLOAT8_CAPABILITY:
         return (
             f"GPUs of compute capability {situation.capability} multiply no float8 "
             f"({'.'.join(map(str, _FLOAT8_CAPABILITY))} and later do)"
         )
-    inner = {a.shape[3] for a in avals[:xs]}
+    inner = {x.shape[3] for x in xs}
+    parts = team.ranks if cut == "cols" else 1
     cols = {
-        w.shape[1 if t else 2]
-        for w, t in zip(avals[xs:], params["transposed"], strict=True)
+        w.shape[1 if t else 2] // parts for w, t in zip(ws, transposed, strict=True)
     }
-    if cut == "cols":
-        cols = {n // team.ranks if n % team.ranks == 0 else 1 for n in cols}
     if any(n % _FLOAT8_LINE for n in inner | cols):
         return (
             f"of float8, what is contracted ({_listed(inner)}) and the columns "
@@ -202,7 +210,8 @@ def dot(x, w, transposed: bool, dtype, precision=None):
     """The matmul of one rank: [g, a, q, k] and [g, k, n] -> [g, a, q, n]."""
     x, w = promoted(x, w)
     dims = (((3,), (2 if transposed else 1,)), ((0,), (0,)))
-    y = lax.dot_general(x, w, dims, precision=precision, preferred_element_type=dtype)
+    wide = _at_least_float32([x]) if _is_narrow(dtype) else dtype
+    y = lax.dot_general(x, w, dims, precision=precision, preferred_element_type=wide)
     return y.astype(dtype)
 
 
@@ -211,7 +220,8 @@ def weight_gradient(x, ct, transposed: bool, dtype, precision):
     x, ct = promoted(x, ct)
     pair = (ct, x) if transposed else (x, ct)
     dims = (((1, 2), (1, 2)), ((0,), (0,)))
-    wide = x.dtype if _is_float8(dtype) else jnp.promote_types(x.dtype, dtype)
+    narrow = _is_narrow(dtype) or _is_narrow(x.dtype)
+    wide = _at_least_float32([x]) if narrow else jnp.promote_types(x.dtype, dtype)
     dw = lax.dot_general(*pair, dims, precision=precision, preferred_element_type=wide)
     return dw.astype(dtype)
 
@@ -295,10 +305,12 @@ def _plan(op, abstract_eval, summed_bytes, avals, team, situation, **params):
         ),
         no_elements=_all_empty(results) or _all_empty(avals[: params.get("xs", 1)]),
     )
-    if any(_is_float8(a.dtype) for a in avals):
-        why = _why_not_float8(avals, results, team, situation, **params)
-    else:
-        why = why_not_types(avals[0].dtype, results[0].dtype)
+    count = params.get("xs", 1)
+    xs, ws = avals[:count], avals[count:]
+    why = why_not_types(xs, ws, results[0].dtype)
+    if not why and _is_narrow(avals[0].dtype):
+        transposed, cut = params["transposed"], params.get("cut", "")
+        why = _why_not_float8(xs, ws, transposed, cut, team, situation)
     if why and params["implementation"] != "reference":
         return dataclasses.replace(
             plan, implementation="lax", algorithm=None, reason=why
@@ -350,7 +362,7 @@ def _choose(
             results[0],
             transposed,
             team.ranks,
-            _takes_tf32(precision),
+            _is_fast(precision),
         )
         chosen = _choose_on_gpu(
             algorithm, results, team, cut, prediction, by_it=fuses == "auto"
@@ -405,7 +417,7 @@ def _lower(op, primitive, reference, by_psum, ctx, *operands, **params):
     xs = params.get("xs", 1)
     # CuBLASLt multiplies float8 along rows of both operands.
     along_rows = all(params["transposed"]) or _compat.platforms(ctx) != ("cuda",)
-    if _is_float8(ctx.avals_in[0].dtype) and not along_rows:
+    if _is_narrow(ctx.avals_in[0].dtype) and not along_rows:
         bind = partial(_bind_transposed, primitive, **params)
         return _collective.lower_to_lax(ctx, bind, operands, False)
     team, plan = _collective.plan_lowering(ctx, primitive, params)
@@ -464,15 +476,15 @@ def _of_platform(ctx, *, precision, xs=1, gathered=False, **_) -> dict:
     return {
         "w_dtype": str(w.dtype),
         "out_dtype": str(out.dtype),
-        "fast": int(_takes_tf32(precision)),
+        "fast": int(_is_fast(precision)),
         "gathered": int(gathered),
     }
 
 
-def _takes_tf32(precision) -> bool:
+def _is_fast(precision) -> bool:
     """Whether `jax.lax` would multiply float32 as TF32, its default on GPUs.
 
-    And float8 with its accumulators of fewer bits, by the same rule.
+    By the same rule it adds products of float8 in accumulators of fewer bits.
     """
     if precision is None:
         precision = jax.config.jax_default_matmul_precision

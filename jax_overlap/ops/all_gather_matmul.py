@@ -120,7 +120,8 @@ def all_gather_matmul(
       bias: array added to the result, or with several weights a tuple of arrays (or
         None); its last dimension is that of the result.
       precision: of the matmul, as in `jax.lax.dot_general`; native ones are exact
-        float32 products on CPU, and on GPUs by default TF32, as there.
+        float32 products on CPU, and on GPUs by default TF32 (and float8 in short
+        accumulators), as there.
       preferred_element_type: dtype of the results; default: that of the operands.
         Float8 is native with bfloat16, float16 or float32; multiply the results by
         its scales.
@@ -192,7 +193,8 @@ def all_gather_matmul(
             _matmul.result_type(dot, shape, x, w)
             for dot, w in zip(dots, ws, strict=True)
         ]
-        _matmul.check_native(op, implementation, x, outs[0].dtype)
+        for w, out in zip(ws, outs, strict=True):
+            _matmul.check_native(op, implementation, x, [w], out.dtype)
         forms = _forms(dims, x, ws, d)
         form, params = (
             forms[0],
@@ -201,14 +203,13 @@ def all_gather_matmul(
                 "axis_index_groups": groups,
                 "axis_size": size,
                 "cut": forms[0].cut,
-                "out_dtype": outs[0].dtype,
                 "save_gathered": save_gathered,
                 "precision": precision,
                 "implementation": implementation,
                 "algorithm": algorithm,
             },
         )
-        ys, gathered = _bind_alike(form.x(x), ws, forms, return_gathered, params)
+        ys, gathered = _bind_alike(form.x(x), ws, forms, outs, return_gathered, params)
         ys = [
             form.out(y, x, w, lambda n: n * size)
             for form, y, w in zip(forms, ys, ws, strict=True)
@@ -268,32 +269,32 @@ def _forms(dims, x, ws, d: int):
     return forms
 
 
-def _bind_alike(x, ws, forms, return_gathered: bool, params):
+def _bind_alike(x, ws, forms, outs, return_gathered: bool, params):
     """A call for the weights of each type, mostly one: a result varies as its operands.
 
     Operands of one call are marked as varying alike, and what varies over more axes
-    than `jax.lax` says has another gradient.
+    than `jax.lax` says has another gradient. Types of float8 may differ, too.
     """
-    alike: dict[frozenset, list[int]] = {frozenset(): []} if return_gathered else {}
-    for i, w in enumerate(ws):
+    alike: dict[tuple, list[int]] = {}
+    for i, (w, out) in enumerate(zip(ws, outs, strict=True)):
         more = _compat.varying(w) - _compat.varying(x) - set(params["axes"])
-        alike.setdefault(more, []).append(i)
+        alike.setdefault((more, w.dtype, out.dtype), []).append(i)
     ys: list = [None] * len(ws)
     gathered = None
-    for more, members in alike.items():
-        if not members:
-            gathered = along_cut(all_gather_p, x, **params)
-            continue
+    for (more, _, out_dtype), members in alike.items():
         some, full = bind(
             x,
             [forms[i].w(ws[i]) for i in members],
             transposed=tuple(forms[i].transposed for i in members),
-            gathered=return_gathered and not more,
+            gathered=return_gathered and not more and gathered is None,
+            out_dtype=out_dtype,
             **params,
         )
         gathered = gathered if full is None else full
         for i, y in zip(members, some, strict=True):
             ys[i] = y
+    if return_gathered and gathered is None:
+        gathered = along_cut(all_gather_p, x, **params)
     return ys, gathered
 
 
@@ -380,7 +381,7 @@ def _transpose(
                 right,
                 cut="cols" if cut == "inner" else cut,
                 transposed=tuple(not transposed[i] for i in live),
-                out_dtype=_matmul.common_type(*left, *right),
+                out_dtype=_matmul.cotangent_type(x.aval.dtype, *left, *right),
                 **params,
             ).astype(x.aval.dtype)
             out[0] = dx

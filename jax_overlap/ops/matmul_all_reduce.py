@@ -67,7 +67,8 @@ def matmul_all_reduce(
       dimension_numbers: as in `jax.lax.dot_general`, for other layouts.
       bias: array added to the result, once.
       precision: of the matmul, as in `jax.lax.dot_general`; native ones are exact
-        float32 products on CPU, and on GPUs by default TF32, as there.
+        float32 products on CPU, and on GPUs by default TF32 (and float8 in short
+        accumulators), as there.
       preferred_element_type: dtype of the result; default: that of the operands.
         Float8 is native with bfloat16, float16 or float32; multiply the result by
         its scales.
@@ -109,7 +110,7 @@ def matmul_all_reduce(
     # Of booleans, lax.psum makes integers.
     if _block.left_to_lax(axes, x, w) or out.dtype == np.bool_:
         return _matmul.add_bias(op, lax.psum(dot(x, w), axis_name), bias)
-    _matmul.check_native(op, implementation, x, out.dtype)
+    _matmul.check_native(op, implementation, x, [w], out.dtype)
     form = form_of(dims, x.ndim, w.ndim, "", 0)
     y = bind(
         [form.x(x)],

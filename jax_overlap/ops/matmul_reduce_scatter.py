@@ -94,7 +94,8 @@ def matmul_reduce_scatter(
         such as `(((1,), (1,)), ((), ()))` for w [n, k].
       bias: array added to the result, once; its last dimension is that of the result.
       precision: of the matmul, as in `jax.lax.dot_general`; native ones are exact
-        float32 products on CPU, and on GPUs by default TF32, as there.
+        float32 products on CPU, and on GPUs by default TF32 (and float8 in short
+        accumulators), as there.
       preferred_element_type: dtype of the result; default: that of the operands.
         Float8 is native with bfloat16, float16 or float32; multiply the result by
         its scales.
@@ -155,7 +156,7 @@ def matmul_reduce_scatter(
             tiled=True,
         )
         return _matmul.add_bias(op, y, bias)
-    _matmul.check_native(op, implementation, x, out.dtype)
+    _matmul.check_native(op, implementation, x, [w], out.dtype)
     form = form_of(dims, x.ndim, w.ndim, *_cut(dims, x.ndim, d))
     y = bind(
         [form.x(x)],
@@ -242,7 +243,7 @@ def transpose(gather_matmul, cts, *operands, xs, transposed, out_dtype, cut, **p
             ct,
             ws,
             transposed=tuple(not pairs[i][2] for i in wanted),
-            out_dtype=_matmul.common_type(ct, *ws),
+            out_dtype=_matmul.cotangent_type(pairs[wanted[0]][0].aval.dtype, ct, *ws),
             cut=cut,
             gathered=with_weights,
             save_gathered=True,
