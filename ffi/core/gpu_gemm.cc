@@ -380,11 +380,13 @@ std::optional<Algorithm> GpuGemm::State::Fastest(const Device& device, const Gem
   const auto span = [&](int64_t rows, int64_t ld, int64_t block) {
     return static_cast<size_t>((key.batch - 1) * block + rows * ld);
   };
-  // Matrices next to each other: where they are far apart, there is not so much memory.
+  // Matrices next to each other: where they are far apart, there is not so much memory. Each
+  // begins at a whole line, as the algorithms may expect it to.
+  const auto next = [&](int64_t ld) { return static_cast<int64_t>(RoundUp(key.m * ld, 256)); };
   GemmKey near = key;
-  near.x_block = std::min(key.x_block, key.m * key.ldx);
-  near.d_block = key.m * key.ldd;
-  near.c_block = key.m * key.ldc;
+  near.x_block = std::min(key.x_block, next(key.ldx));
+  near.d_block = next(key.ldd);
+  near.c_block = next(key.ldc);
   const size_t x = span(key.m, key.ldx, near.x_block) * SizeOf(key.in);
   const size_t w = span(key.transposed ? key.n : key.k, key.ldw, key.w_block) * SizeOf(key.in_w);
   const size_t d = span(key.m, key.ldd, near.d_block) * SizeOf(key.out);
