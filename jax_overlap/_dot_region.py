@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jax_overlap._region import RESHARD, Entries, Names, Region, spec_of
-from jax_overlap.ops import _block, _matmul
+from jax_overlap.ops import _block, _matmul, _matmul_types
 from jax_overlap.ops.all_gather_matmul import dims_of_each
 
 
@@ -36,7 +36,7 @@ class Operands:
     """
 
     def __init__(self, op, x, ws, axis_name, mesh, x_spec, w_spec, dimension_numbers):
-        self.x, *self.ws = _matmul.promoted(x, *ws)
+        self.x, *self.ws = _matmul_types.promoted(x, *ws)
         several = isinstance(w_spec, (tuple, list))  # a PartitionSpec is neither
         specs: list = [x_spec, *(w_spec if several else [w_spec] * len(ws))]
         if x_spec is not None:

@@ -24,8 +24,6 @@ from matmul_descriptions import (
 )
 from op_contract import Contract, Near, named, over_teams
 
-import jax_overlap
-
 E4M3, E5M2 = (np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
 PAIRS = {"e4m3": (E4M3, E4M3), "e4m3_e5m2": (E4M3, E5M2), "e5m2_e4m3": (E5M2, E4M3)}
 RESULTS = (np.dtype(np.float32), BF16, F16)
@@ -44,6 +42,11 @@ class _OfOp(Contract):
         x = np.sign(tools.exact(self.seed + salt, (N, rows, k), np.float32))
         w = tools.exact(self.seed + salt + 1, (N, k, columns), np.float32) / 2
         return x.astype(dtypes[0]), w.astype(dtypes[1])
+
+    def call(self, dtype, **options):
+        return functools.partial(
+            self.op.call, axis_name="x", preferred_element_type=dtype, **options
+        )
 
     def right(self, *operands):
         return over_teams(line(N), self.op.reference, *operands)
@@ -70,13 +73,7 @@ class _OfOp(Contract):
 
         def fn(cases, turned):
             return [
-                self.op.call(
-                    *case,
-                    "x",
-                    dimension_numbers=numbers,
-                    preferred_element_type=dtype,
-                    precision=precision,
-                )
+                self.call(dtype, dimension_numbers=numbers, precision=precision)(*case)
                 for dtype, precision in asked
                 for numbers, some in ((None, cases), (TURNED, turned))
                 for case in some
@@ -96,9 +93,7 @@ class _OfOp(Contract):
         """Of float8 as the operands, rounded once."""
         operands = self.operands(SHAPES[1], PAIRS[pair])
         y = self.right(*operands)
-        call = functools.partial(
-            self.op.call, axis_name="x", preferred_element_type=dtype
-        )
+        call = self.call(dtype)
         of_result = dtype or self.type_of_dot(*operands)
         ct = np.sign(tools.exact(self.seed + 5, y.shape, np.float32)).astype(of_result)
 
@@ -121,9 +116,7 @@ class _OfOp(Contract):
     def test_vmap(self):
         cases = [self.operands(SHAPES[1], PAIRS["e4m3"], 10 * i) for i in range(3)]
         xs, ws = (np.stack(a, 1) for a in zip(*cases, strict=True))
-        call = functools.partial(
-            self.op.call, axis_name="x", preferred_element_type=np.float32
-        )
+        call = self.call(np.float32)
 
         def fn(xs, ws):
             return jax.vmap(call)(xs, ws), jax.vmap(call, (0, None))(xs, ws[0])
@@ -144,16 +137,13 @@ class _OfOp(Contract):
         off = bound(self.op.reference, wide, SHAPES[2][1], adds_ranks, np.float32)
         off += 2.0**-11 * self.op.reference(*map(np.abs, wide))
         want = Near(self.op.reference(*wide), off, np.dtype(np.float32))
-        fn = lambda x, w: self.op.call(x, w, "x", preferred_element_type=np.float32)  # noqa: E731
-        self.run_float8(fn, operands, want, 1)
+        self.run_float8(self.call(np.float32), operands, want, 1)
 
     def test_by_psum(self):
         operands = self.operands(SHAPES[1], PAIRS["e5m2_e4m3"])
-        fn = lambda x, w: self.op.call(  # noqa: E731
-            x, w, "x", preferred_element_type=BF16, algorithm=BY_PSUM
-        )
         placed = tools.place(operands, line(N))
-        program = jax.jit(tools.stacked(fn, line(N)))
+        call = self.call(BF16, algorithm=BY_PSUM)
+        program = jax.jit(tools.stacked(call, line(N)))
         hlo = program.lower(*placed).compile().as_text()
         self.assertEqual(tools.custom_calls(hlo, "jax_overlap.psum"), int(ON_GPU))
         self.assert_stacked(program(*placed), self.right(*operands).astype(BF16))
@@ -166,55 +156,40 @@ class ReduceScatter(_OfOp):
 class AllGather(_OfOp):
     op = ALL_GATHER_MATMUL
 
+    def with_gathered(self, x, *ws, dtype):
+        """The results, and then the gathered x."""
+        ys, gathered = self.call(dtype, return_gathered=True)(x, ws)
+        return (*ys, gathered)
+
+    def right_gathered(self, x):
+        rows, k = x.shape[1:]
+        return np.broadcast_to(x.reshape(-1, k), (N, N * rows, k))
+
     def test_several_weights_and_the_gathered(self):
         x, w = self.operands(SHAPES[1], PAIRS["e4m3"])
         _, v = self.operands((5, 48, 16), PAIRS["e4m3"], 20)
-
-        def fn(x, w, v):
-            call = functools.partial(
-                jax_overlap.all_gather_matmul, preferred_element_type=BF16
-            )
-            ys, gathered = call(x, (w, v), "x", return_gathered=True)
-            return (*ys, gathered)
-
-        gathered = np.broadcast_to(
-            x.reshape(-1, x.shape[2]), (N, N * x.shape[1], x.shape[2])
-        )
-        want = (self.right(x, w).astype(BF16), self.right(x, v).astype(BF16), gathered)
-        self.run_float8(fn, (x, w, v), want, 1)
+        fn = functools.partial(self.with_gathered, dtype=BF16)
+        ys = [self.right(x, a).astype(BF16) for a in (w, v)]
+        self.run_float8(fn, (x, w, v), (*ys, self.right_gathered(x)), 1)
 
     def test_weights_of_unlike_types(self):
         x, w = self.operands(SHAPES[1], PAIRS["e4m3"])
         _, v = self.operands((5, 48, 16), PAIRS["e4m3_e5m2"], 20)
-
-        def fn(x, w, v, dtype):
-            ys, gathered = jax_overlap.all_gather_matmul(
-                x, (v, w), "x", return_gathered=True, preferred_element_type=dtype
-            )
-            return (*ys, gathered)
-
-        wide = functools.partial(fn, dtype=np.float32)
-        gathered = np.broadcast_to(
-            x.reshape(-1, x.shape[2]), (N, N * x.shape[1], x.shape[2])
-        )
+        wide = functools.partial(self.with_gathered, dtype=np.float32)
         ys = [self.right(x, a).astype(np.float32) for a in (v, w)]
-        self.run_float8(wide, (x, w, v), (*ys, gathered), 2)
-        kept = tools.stacked(functools.partial(fn, dtype=None), line(N))
-        types = [a.dtype for a in jax.eval_shape(kept, x, w, v)]
+        self.run_float8(wide, (x, v, w), (*ys, self.right_gathered(x)), 2)
+        kept = functools.partial(self.with_gathered, dtype=None)
+        kept = jax.eval_shape(tools.stacked(kept, line(N)), x, v, w)
+        types = [a.dtype for a in kept]
         self.assertEqual(types, [self.type_of_dot(x, v), E4M3, E4M3])
 
     def test_gathered_along_what_is_contracted(self):
         k, columns = 32, 48
         x = self.operands((6, k, columns), PAIRS["e4m3"])[0]
         w = self.operands((6, N * k, columns), PAIRS["e4m3"])[1]
-
-        def fn(x, w):
-            return jax_overlap.all_gather_matmul(
-                x, w, "x", gather_dimension=1, preferred_element_type=np.float32
-            )
-
         full = np.concatenate(list(tools.wide(x)), axis=-1)
         want = np.stack([full @ part for part in tools.wide(w)]).astype(np.float32)
+        fn = self.call(np.float32, gather_dimension=1)
         self.run_float8(fn, (x, w), want, 1)
 
 

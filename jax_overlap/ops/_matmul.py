@@ -1,6 +1,7 @@
 """What the fused matmuls share: their arguments, lowering and rules.
 
-ops/_matmul_form.py has the form in which the primitives take their operands.
+ops/_matmul_form.py has the form in which the primitives take their operands, and
+ops/_matmul_types.py of which types.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jax.interpreters import mlir
 
 from jax_overlap import _compat, config
 from jax_overlap._plan import LEFT_TO_LAX, make_plan
-from jax_overlap.ops import _block, _by_psum, _collective, _gpu_cost
+from jax_overlap.ops import _block, _by_psum, _collective, _gpu_cost, _matmul_types
 
 # Positions in x, w and the result of the dimension that is cut.
 CUT_IN_X = {"batch": 0, "rows": 2, "inner": 3}
@@ -32,58 +33,8 @@ _TF32 = ("none", "default", "fastest", "bfloat16", "tensorfloat32", "tf32_tf32_f
 # Of the results of a call on GPUs (ffi/core/exchange.h).
 _MOST_GPU_RESULTS = 8
 
-# Half types accumulate in float32 and may be left there.
-_NATIVE_RESULTS = {
-    "float32": ("float32",),
-    "float64": ("float64",),
-    "bfloat16": ("bfloat16", "float32"),
-    "float16": ("float16", "float32"),
-}
-# Of operands in float8, on GPUs. cuBLASLt takes rows of whole 16-byte lines, and no two
-# operands in float8_e5m2.
-_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-_FLOAT8_RESULTS = ("bfloat16", "float16", "float32")
-_FLOAT8_LINE = 16
-_FLOAT8_CAPABILITY = (8, 9)
-
 
 # ------------------------------------------------------------- public arguments
-def promoted(*operands):
-    """The operands in their common type, as in `x @ w`; all in float8 stay as they are.
-
-    jax.lax.dot_general takes unlike types of float8, which have no common one.
-    """
-    operands = [jnp.asarray(a) for a in operands]
-    if all(_is_narrow(a.dtype) for a in operands):
-        return operands
-    dtype = common_type(*operands)
-    return [a.astype(dtype) for a in operands]
-
-
-def common_type(*operands):
-    """The type of `x @ w`; of float8 and a wider type of floats it is the wider one."""
-    wider = [a for a in operands if not _is_narrow(a.dtype)]
-    told = any(jnp.issubdtype(a.dtype, np.inexact) and not a.weak_type for a in wider)
-    return jnp.result_type(*(wider if told else operands))
-
-
-def cotangent_type(target, *operands):
-    """The type in which a cotangent is computed, to be rounded to `target` then."""
-    if any(map(_is_narrow, (target, *(a.dtype for a in operands)))):
-        return _at_least_float32(operands)
-    return common_type(*operands)
-
-
-def _at_least_float32(operands):
-    wider = [a.dtype for a in operands if not _is_narrow(a.dtype)]
-    return jnp.result_type(np.float32, *wider)
-
-
-def _is_narrow(dtype) -> bool:
-    """Whether these are floats of 8 bits or fewer, which jax does not promote."""
-    return jnp.issubdtype(dtype, np.floating) and jnp.finfo(dtype).bits <= 8
-
-
 def dims_of_matmul(op: str, dims, x, w):
     """`dimension_numbers` as tuples counted from the front; default: of `x @ w`."""
     if dims is None:
@@ -129,67 +80,6 @@ def result_type(dot, x_shape, x, w):
     return jax.eval_shape(dot, *(jax.ShapeDtypeStruct(*o) for o in operands))
 
 
-def check_native(op: str, implementation, x, ws, out_dtype) -> None:
-    """Refuses types that `implementation="native"` cannot serve."""
-    why = why_not_types([x], ws, out_dtype) if implementation == "native" else ""
-    if why:
-        raise TypeError(
-            f"{op}: implementation='native' does not take this: {why}. "
-            "implementation=None lowers to jax.lax."
-        )
-
-
-def why_not_types(xs, ws, out_dtype) -> str:
-    """Why these types of operands and result are native nowhere, or ""."""
-    dtypes, out = {str(a.dtype) for a in (*xs, *ws)}, str(out_dtype)
-    if not any(_is_narrow(a.dtype) for a in (*xs, *ws)):
-        (dtype,) = dtypes  # they are promoted
-        if out in _NATIVE_RESULTS.get(dtype, ()):
-            return ""
-        return (
-            f"a matmul of {dtype} with a result of {out} (native are float32, float64, "
-            "and bfloat16 and float16 with a result of the same type or float32)"
-        )
-    if not dtypes <= {*_FLOAT8} or out not in _FLOAT8_RESULTS:
-        return (
-            f"a matmul of {', '.join(sorted(dtypes))} with a result of {out} (of "
-            f"float8 native are {' and '.join(_FLOAT8)}, with preferred_element_type "
-            f"{', '.join(_FLOAT8_RESULTS)})"
-        )
-    if dtypes == {"float8_e5m2"}:
-        return "cuBLASLt has no matmul of float8_e5m2 by float8_e5m2"
-    return ""
-
-
-def _why_not_float8(xs, ws, transposed, cut, team, situation) -> str:
-    """Why a matmul of float8 that is native somewhere is not here, or ""."""
-    if not situation.on_gpu:
-        return "matmuls of float8 are native on GPUs only"
-    if max(len({a.dtype for a in operands}) for operands in (xs, ws)) > 1:
-        return "operands of one call have unlike types of float8"
-    capability = tuple(int(n) for n in situation.capability.split(".") if n.isdigit())
-    if capability and capability < _FLOAT8_CAPABILITY:
-        return (
-            f"GPUs of compute capability {situation.capability} multiply no float8 "
-            f"({'.'.join(map(str, _FLOAT8_CAPABILITY))} and later do)"
-        )
-    inner = {x.shape[3] for x in xs}
-    parts = team.ranks if cut == "cols" else 1
-    cols = {
-        w.shape[1 if t else 2] // parts for w, t in zip(ws, transposed, strict=True)
-    }
-    if any(n % _FLOAT8_LINE for n in inner | cols):
-        return (
-            f"of float8, what is contracted ({_listed(inner)}) and the columns "
-            f"({_listed(cols)}) of a part have to be multiples of {_FLOAT8_LINE}"
-        )
-    return ""
-
-
-def _listed(numbers) -> str:
-    return ", ".join(map(str, sorted(numbers)))
-
-
 def add_bias(op: str, y, bias):
     """`y + bias` in the type of `y`."""
     if bias is None:
@@ -208,20 +98,26 @@ def add_bias(op: str, y, bias):
 # -------------------------------------------------- local parts, in the form
 def dot(x, w, transposed: bool, dtype, precision=None):
     """The matmul of one rank: [g, a, q, k] and [g, k, n] -> [g, a, q, n]."""
-    x, w = promoted(x, w)
+    x, w = _matmul_types.promoted(x, w)
     dims = (((3,), (2 if transposed else 1,)), ((0,), (0,)))
-    wide = _at_least_float32([x]) if _is_narrow(dtype) else dtype
+    wide = (
+        _matmul_types.at_least_float32([x]) if _matmul_types.is_narrow(dtype) else dtype
+    )
     y = lax.dot_general(x, w, dims, precision=precision, preferred_element_type=wide)
     return y.astype(dtype)
 
 
 def weight_gradient(x, ct, transposed: bool, dtype, precision):
     """The cotangent of w in `dot`, of x and the cotangent of the result."""
-    x, ct = promoted(x, ct)
+    x, ct = _matmul_types.promoted(x, ct)
     pair = (ct, x) if transposed else (x, ct)
     dims = (((1, 2), (1, 2)), ((0,), (0,)))
-    narrow = _is_narrow(dtype) or _is_narrow(x.dtype)
-    wide = _at_least_float32([x]) if narrow else jnp.promote_types(x.dtype, dtype)
+    narrow = _matmul_types.is_narrow(dtype) or _matmul_types.is_narrow(x.dtype)
+    wide = (
+        _matmul_types.at_least_float32([x])
+        if narrow
+        else jnp.promote_types(x.dtype, dtype)
+    )
     dw = lax.dot_general(*pair, dims, precision=precision, preferred_element_type=wide)
     return dw.astype(dtype)
 
@@ -257,7 +153,7 @@ def make_primitive(op: str, reference, abstract_eval, by_psum, summed_bytes):
     lower = partial(_lower, op, primitive, reference, by_psum)
     mlir.register_lowering(primitive, lower)
     mlir.register_lowering(primitive, lower, platform="cpu")
-    _collective.lower_on_gpu(primitive, lower, _FLOAT8)
+    _collective.lower_on_gpu(primitive, lower, _matmul_types.FLOAT8)
     return primitive
 
 
@@ -307,10 +203,9 @@ def _plan(op, abstract_eval, summed_bytes, avals, team, situation, **params):
     )
     count = params.get("xs", 1)
     xs, ws = avals[:count], avals[count:]
-    why = why_not_types(xs, ws, results[0].dtype)
-    if not why and _is_narrow(avals[0].dtype):
-        transposed, cut = params["transposed"], params.get("cut", "")
-        why = _why_not_float8(xs, ws, transposed, cut, team, situation)
+    transposed, cut = params["transposed"], params.get("cut", "")
+    why = _matmul_types.why_not_types(xs, ws, results[0].dtype)
+    why = why or _matmul_types.why_not_here(xs, ws, transposed, cut, team, situation)
     if why and params["implementation"] != "reference":
         return dataclasses.replace(
             plan, implementation="lax", algorithm=None, reason=why
@@ -417,7 +312,7 @@ def _lower(op, primitive, reference, by_psum, ctx, *operands, **params):
     xs = params.get("xs", 1)
     # CuBLASLt multiplies float8 along rows of both operands.
     along_rows = all(params["transposed"]) or _compat.platforms(ctx) != ("cuda",)
-    if _is_narrow(ctx.avals_in[0].dtype) and not along_rows:
+    if _matmul_types.is_narrow(ctx.avals_in[0].dtype) and not along_rows:
         bind = partial(_bind_transposed, primitive, **params)
         return _collective.lower_to_lax(ctx, bind, operands, False)
     team, plan = _collective.plan_lowering(ctx, primitive, params)

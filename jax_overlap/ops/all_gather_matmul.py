@@ -25,6 +25,7 @@ from jax_overlap.ops import (
     _by_psum,
     _collective,
     _matmul,
+    _matmul_types,
     matmul_reduce_scatter,
 )
 from jax_overlap.ops._matmul_form import form_of
@@ -168,7 +169,7 @@ def all_gather_matmul(
     axes = _collective.canonical_axes(op, axis_name, (x, w))
     groups = _block.checked_groups(op, axis_index_groups, axes)
     several = isinstance(w, (tuple, list))
-    x, *ws = _matmul.promoted(x, *(w if several else (w,)))
+    x, *ws = _matmul_types.promoted(x, *(w if several else (w,)))
     dims = dims_of_each(dimension_numbers, len(ws))
     if several and not isinstance(bias, (tuple, list, type(None))):
         raise ValueError(f"{op}: bias has to be a tuple, of an array for each weight.")
@@ -194,7 +195,7 @@ def all_gather_matmul(
             for dot, w in zip(dots, ws, strict=True)
         ]
         for w, out in zip(ws, outs, strict=True):
-            _matmul.check_native(op, implementation, x, [w], out.dtype)
+            _matmul_types.check_native(op, implementation, x, [w], out.dtype)
         forms = _forms(dims, x, ws, d)
         form, params = (
             forms[0],
@@ -300,7 +301,7 @@ def _bind_alike(x, ws, forms, outs, return_gathered: bool, params):
 
 def bind(x, ws, *, axes, transposed, gathered, **params):
     """Binds the primitive; returns (results, gathered operand or None)."""
-    x, *ws = _matmul.same_varying(axes, *_matmul.promoted(x, *ws))
+    x, *ws = _matmul.same_varying(axes, *_matmul_types.promoted(x, *ws))
     outs = all_gather_matmul_p.bind(
         x,
         *ws,
@@ -381,7 +382,7 @@ def _transpose(
                 right,
                 cut="cols" if cut == "inner" else cut,
                 transposed=tuple(not transposed[i] for i in live),
-                out_dtype=_matmul.cotangent_type(x.aval.dtype, *left, *right),
+                out_dtype=_matmul_types.cotangent_type(x.aval.dtype, *left, *right),
                 **params,
             ).astype(x.aval.dtype)
             out[0] = dx

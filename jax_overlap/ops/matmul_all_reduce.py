@@ -18,7 +18,7 @@ from jax import lax
 from jax.interpreters import ad, batching
 
 from jax_overlap import _compat, _native
-from jax_overlap.ops import _block, _by_psum, _collective, _matmul
+from jax_overlap.ops import _block, _by_psum, _collective, _matmul, _matmul_types
 from jax_overlap.ops import matmul_reduce_scatter as _scatter
 from jax_overlap.ops import psum as _psum
 from jax_overlap.ops._matmul_form import form_of
@@ -103,14 +103,14 @@ def matmul_all_reduce(
     _collective.check_options(op, implementation, algorithm, _matmul.ALGORITHMS)
     precision = _matmul.hashable(precision)
     axes = _collective.canonical_axes(op, axis_name, (x, w))
-    x, w = _matmul.promoted(x, w)
+    x, w = _matmul_types.promoted(x, w)
     dims = _matmul.dims_of_matmul(op, dimension_numbers, x, w)
     dot = _matmul.dot_general(dims, precision, preferred_element_type)
     out = _matmul.result_type(dot, x.shape, x, w)
     # Of booleans, lax.psum makes integers.
     if _block.left_to_lax(axes, x, w) or out.dtype == np.bool_:
         return _matmul.add_bias(op, lax.psum(dot(x, w), axis_name), bias)
-    _matmul.check_native(op, implementation, x, [w], out.dtype)
+    _matmul_types.check_native(op, implementation, x, [w], out.dtype)
     form = form_of(dims, x.ndim, w.ndim, "", 0)
     y = bind(
         [form.x(x)],
@@ -129,7 +129,7 @@ def matmul_all_reduce(
 
 def bind(xs, ws, *, axes, **params):
     """Binds the primitive: the sum of all x_i @ w_i over the ranks."""
-    operands = _matmul.promoted(*xs, *ws)
+    operands = _matmul_types.promoted(*xs, *ws)
     if params["invariant"]:
         operands = _matmul.same_varying(axes, *operands)
     (y,) = matmul_all_reduce_p.bind(*operands, axes=axes, xs=len(xs), **params)

@@ -20,7 +20,7 @@ from jax import lax
 from jax.interpreters import ad, batching
 
 from jax_overlap import _compat
-from jax_overlap.ops import _block, _by_psum, _collective, _matmul
+from jax_overlap.ops import _block, _by_psum, _collective, _matmul, _matmul_types
 from jax_overlap.ops._matmul_form import form_of
 from jax_overlap.ops.all_gather import all_gather_p
 
@@ -136,7 +136,7 @@ def matmul_reduce_scatter(
     precision = _matmul.hashable(precision)
     axes = _collective.canonical_axes(op, axis_name, (x, w))
     groups = _block.checked_groups(op, axis_index_groups, axes)
-    x, w = _matmul.promoted(x, w)
+    x, w = _matmul_types.promoted(x, w)
     dims = _matmul.dims_of_matmul(op, dimension_numbers, x, w)
     dot = _matmul.dot_general(dims, precision, preferred_element_type)
     out = _matmul.result_type(dot, x.shape, x, w)
@@ -156,7 +156,7 @@ def matmul_reduce_scatter(
             tiled=True,
         )
         return _matmul.add_bias(op, y, bias)
-    _matmul.check_native(op, implementation, x, [w], out.dtype)
+    _matmul_types.check_native(op, implementation, x, [w], out.dtype)
     form = form_of(dims, x.ndim, w.ndim, *_cut(dims, x.ndim, d))
     y = bind(
         [form.x(x)],
@@ -187,7 +187,7 @@ def _cut(dims, x_ndim: int, d: int) -> tuple[str, int]:
 
 def bind(xs, ws, *, axes, **params):
     """Binds the primitive: the sum of all x_i @ w_i, reduced and scattered."""
-    operands = _matmul.same_varying(axes, *_matmul.promoted(*xs, *ws))
+    operands = _matmul.same_varying(axes, *_matmul_types.promoted(*xs, *ws))
     (y,) = matmul_reduce_scatter_p.bind(*operands, axes=axes, xs=len(xs), **params)
     return y
 
@@ -243,7 +243,9 @@ def transpose(gather_matmul, cts, *operands, xs, transposed, out_dtype, cut, **p
             ct,
             ws,
             transposed=tuple(not pairs[i][2] for i in wanted),
-            out_dtype=_matmul.cotangent_type(pairs[wanted[0]][0].aval.dtype, ct, *ws),
+            out_dtype=_matmul_types.cotangent_type(
+                pairs[wanted[0]][0].aval.dtype, ct, *ws
+            ),
             cut=cut,
             gathered=with_weights,
             save_gathered=True,
