@@ -78,11 +78,11 @@ tests() {
   done
 }
 psums() {
+  local -x JAX_OVERLAP_HEAP_BYTES=$LARGE_HEAP  # the programs have 480 calls, each with a part of it
   bench psum 240 psum --dtype bfloat16 --sizes 1K 8K 64K 256K 1M 2M 4M --algorithms auto one_shot two_shot
   XLA_FLAGS="--xla_gpu_experimental_use_collective_kernels=ALL_REDUCE" \
     bench psum_xla_kernels 120 psum --dtype bfloat16 --sizes 8K 256K 2M
-  JAX_OVERLAP_HEAP_BYTES=$LARGE_HEAP \
-    bench psum_large 150 psum --dtype bfloat16 --sizes 16M 256M 1G --rounds 2
+  bench psum_large 150 psum --dtype bfloat16 --sizes 16M 256M 1G --rounds 2
 }
 matmuls() {
   local -x JAX_OVERLAP_HEAP_BYTES=$LARGE_HEAP

@@ -28,10 +28,8 @@ from jax_overlap._agreement import exchange, within_limit
 from jax_overlap._agreement import why_not as first_reason
 
 _PROBE_LIMIT_S = 10.0
-# Blocks of ours that wait must all be resident, those of ranks that share a GPU
-# together: one on each of its multiprocessors at least, in two programs at once.
-_MAX_BLOCKS = 32
-_RESIDENT_BLOCKS = 64
+# More do not make a psum faster.
+_MAX_BLOCKS = 64
 _ALIGN = 1 << 12
 
 # Of the probe, by ProbeResult in ffi/core/gpu_memory.h.
@@ -175,10 +173,19 @@ def _configure(local, sharers: int) -> None:
         make_region=_make_region,
         agree=_agree,
         wait_timeout_s=config.WAIT_TIMEOUT_S.read(),
-        max_blocks=max(1, min(_MAX_BLOCKS, _RESIDENT_BLOCKS // sharers)),
+        max_blocks=most_blocks(min(d.core_count for d in local), sharers),
         cublaslt=_cuda.cublaslt_path(),
         tuning_folder=os.path.expanduser(config.TUNING_DIR.read()),
     )
+
+
+def most_blocks(multiprocessors: int, sharers: int) -> int:
+    """Of a kernel of ours that waits.
+
+    All must be resident, those of ranks that share a GPU together: one on each of its
+    multiprocessors at least, in two programs at once.
+    """
+    return max(1, min(_MAX_BLOCKS, multiprocessors // 2) // sharers)
 
 
 def _heap_bytes(ranks: int) -> tuple[int, int]:

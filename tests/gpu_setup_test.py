@@ -30,6 +30,14 @@ def mesh(*sizes):
     return AbstractMesh(sizes, ("x", "y")[: len(sizes)])
 
 
+class Blocks(absltest.TestCase):
+    def test_all_that_wait_are_resident(self):
+        """One on each multiprocessor, of all who share a GPU, in two programs at once."""
+        most = _heaps.most_blocks
+        self.assertEqual([most(132, n) for n in (1, 2, 8, 100)], [64, 32, 8, 1])
+        self.assertEqual([most(58, n) for n in (1, 3)], [29, 9])
+
+
 class Teams(absltest.TestCase):
     def nodes(self, reach, axes=("x",), sizes=(8,), node_size=""):
         with mock.patch.dict(os.environ, JAX_OVERLAP_NODE_SIZE=node_size):

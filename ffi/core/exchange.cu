@@ -44,6 +44,9 @@ class Session {
     }
   }
 
+  // What says that this call has filled a slot.
+  __device__ uint64_t Arrival() const { return (epoch_ + 1) << kExchangeCallBits | call_.call; }
+
   // By all threads, after what may have failed. What fails now is told, once.
   __device__ void Settle() {
     __syncthreads();
@@ -85,6 +88,8 @@ __global__ void Begin(const __grid_constant__ ExchangeCall a, int half, bool fir
     }
   }
   s.Settle();
+  // Who has failed tells nobody.
+  if (threadIdx.x == 0) a.layout.half[half].telling->value = s.broken() ? 0 : s.Arrival();
 }
 
 // `then_waits`: also Wait.
@@ -96,7 +101,7 @@ __global__ void Arrive(const __grid_constant__ ExchangeCall a, int half, int pee
     // What the kernels and copies before have stored there, too.
     __threadfence_system();
     s.link().Signal(&a.layout.half[half].arrived[a.channel.shape.rank].value, threadIdx.x,
-                    (s.epoch() + 1) << kExchangeCallBits | a.call);
+                    s.Arrival());
   }
   if (!then_waits) return;
   __syncthreads();  // what one of them misses keeps no other from telling
@@ -180,6 +185,7 @@ ExchangeLayout ExchangeLayout::Carve(char* base, int ranks, size_t bytes) {
     half.epoch = carver.Take<Word>(1);
     half.arrived = carver.Take<Word>(ranks);
     half.ready = carver.Take<Word>(ranks);
+    half.telling = carver.Take<Word>(1);
   }
   constexpr size_t kAlign = 256;
   const size_t head = RoundUp(carver.bytes(), kAlign);
@@ -197,6 +203,12 @@ cudaError_t LaunchBegin(const ExchangeCall& call, int half, bool first, cudaStre
 cudaError_t LaunchArrive(const ExchangeCall& call, int half, int peer, cudaStream_t stream) {
   Arrive<<<1, kThreads, 0, stream>>>(call, half, peer, false);
   return cudaGetLastError();
+}
+cudaError_t CopyArrival(const ExchangeCall& call, int half, int peer, cudaStream_t stream) {
+  const ExchangeHalf& h = call.layout.half[half];
+  const char* const mine = reinterpret_cast<char*>(&h.arrived[call.channel.shape.rank].value);
+  return cudaMemcpyAsync(call.channel.heaps[peer] + (mine - call.channel.own), &h.telling->value,
+                         sizeof(h.telling->value), cudaMemcpyDefault, stream);
 }
 cudaError_t LaunchArriveAndWait(const ExchangeCall& call, int half, cudaStream_t stream) {
   Arrive<<<1, kThreads, 0, stream>>>(call, half, -1, true);

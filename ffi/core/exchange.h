@@ -7,6 +7,7 @@
 //   arrived   of the source, here:  epoch and call for which the slot here is filled
 //   ready     of the owner, there:  epoch up to which its slots were read
 //   revoked   of the source, here:  not 0 once it has failed
+//   telling   here:                 what the copy engine takes to `arrived` of a peer
 //
 //        rank a                                          rank b
 //   Begin  waits for ready of all >= epoch
@@ -39,7 +40,8 @@ struct ExchangeHalf {
   Word* epoch;
   Word* arrived;  // [source]
   Word* ready;    // [owner]
-  char* slots;    // [for rank][slot_bytes]
+  Word* telling;
+  char* slots;  // [for rank][slot_bytes]
 };
 
 // What is at the same places of all heaps, from a channel's beginning on.
@@ -70,9 +72,12 @@ struct ExchangeCall {
   } results[kMostResults];
 };
 
-// Each of them launches one block. `peer`: -1 is all of them.
+// Each of them but CopyArrival launches one block. `peer`: -1 is all of them.
 cudaError_t LaunchBegin(const ExchangeCall& call, int half, bool first, cudaStream_t stream);
 cudaError_t LaunchArrive(const ExchangeCall& call, int half, int peer, cudaStream_t stream);
+// The same as Arrive for what was copied on this stream, by the copy engine: a kernel beside
+// a product may have to wait for a multiprocessor until that ends.
+cudaError_t CopyArrival(const ExchangeCall& call, int half, int peer, cudaStream_t stream);
 // Arrive and Wait, of all, in one.
 cudaError_t LaunchArriveAndWait(const ExchangeCall& call, int half, cudaStream_t stream);
 cudaError_t LaunchWait(const ExchangeCall& call, int half, int peer, cudaStream_t stream);

@@ -221,8 +221,10 @@ std::unique_ptr<GpuLane> GpuGemm::State::MakeLane(int ordinal, Device* device, s
   *error = AllocateForGood(ordinal, kWorkspaceBytes + kWord, &lane->workspace);
   if (!error->empty()) return nullptr;
   lane->busy = reinterpret_cast<int32_t*>(lane->workspace + kWorkspaceBytes);
+  int least = 0, greatest = 0;  // priorities
+  cudaDeviceGetStreamPriorityRange(&least, &greatest);
   for (cudaStream_t& stream : lane->streams) {
-    if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) {
+    if (cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest) != cudaSuccess) {
       *error = "no streams on device " + std::to_string(ordinal);
       return nullptr;
     }

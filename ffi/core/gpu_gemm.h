@@ -26,7 +26,7 @@ struct GpuLane {
   int ordinal;
   char* workspace;                 // of one product at a time
   int32_t* busy;                   // 0 while there is no call
-  cudaStream_t streams[kStreams];  // beside that of a program
+  cudaStream_t streams[kStreams];  // beside that of a program, and ahead of it
 };
 
 class GpuGemm {

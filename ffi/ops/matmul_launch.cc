@@ -197,6 +197,7 @@ std::string MatmulLaunches::RunStep(size_t i, const Places& places, cudaStream_t
   switch (step.kind) {
     case StepKind::kBegin: status = LaunchBegin(places.call, step.half, step.first, on); break;
     case StepKind::kArrive: status = LaunchArrive(places.call, step.half, step.peer, on); break;
+    case StepKind::kTell: status = CopyArrival(places.call, step.half, step.peer, on); break;
     case StepKind::kArriveAndWait: status = LaunchArriveAndWait(places.call, step.half, on); break;
     case StepKind::kWait: status = LaunchWait(places.call, step.half, step.peer, on); break;
     case StepKind::kEnd: status = LaunchEnd(places.call, step.half, step.last, on); break;

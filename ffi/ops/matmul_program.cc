@@ -304,14 +304,14 @@ std::vector<MatmulStep> MatmulProgram::Gather(bool gathered) {
   const auto push = [&](size_t c) {
     const int half = static_cast<int>(c % kHalves);
     const int stream = PushStream(half);
+    Add(StepKind::kBegin, half).first = c == 0;
     Order(stream, 0);
-    Add(StepKind::kBegin, half, stream).first = c == 0;
     for (int k = 1; k < ranks_; ++k) {
       const int peer = Rotated(rank_, k, ranks_);
       if (JO_MUTANT("skip_peer") && peer == 0) continue;
       copy(half, stream, rounds[c], XRows(mine, rounds[c], 0),
            SlotRows(rounds[c], inner, rank_, peer));
-      Add(StepKind::kArrive, half, stream, peer);
+      Add(StepKind::kTell, half, stream, peer);
     }
   };
   // All weights of rows that came from `source`, or are the own ones.

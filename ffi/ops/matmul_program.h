@@ -18,8 +18,11 @@
 //   Gather    The copy engine pushes x to the others, each at another one. The product of
 //             the own x comes first, those of the others' as they come.
 //
-//             program:  x_r w | wait x_(r-1) | x_(r-1) w | wait x_(r-2) ..    | end
-//             beside:   begin | x_r -> r+1 | arrive | x_r -> r+2 | arrive ..
+//             program:  begin | x_r w | wait x_(r-1) | x_(r-1) w | wait x_(r-2) .. | end
+//             beside:           x_r -> r+1 | tell | x_r -> r+2 | tell ..
+//
+//             No kernel is beside the products: they may leave it no multiprocessor until
+//             they end, and what comes after it would come as late.
 //
 //   Reduce    A scatter, whose sums are pushed to the others while the next rows are
 //             multiplied.
@@ -59,6 +62,7 @@ enum class StepKind {
   kProduct,        // d = x w, or c + x w
   kCopy,           // d = x
   kArrive,         // tells `peer` (-1: all) that its slot is filled
+  kTell,           // the same, by the copy engine
   kWait,           // until `peer` (-1: all) has filled the slot here
   kArriveAndWait,  // both, of all
   kSum,            // d = the sum of the slots here, in rank order

@@ -142,6 +142,7 @@ class ProgramTest {
     Half& half = team_[r].halves[s.half];
     switch (s.kind) {
       case StepKind::kArrive:
+      case StepKind::kTell:
         for (int p = 0; p < ranks_; ++p) {
           if (s.peer < 0 || s.peer == p) team_[p].halves[s.half].arrived[r] = half.epoch + 1;
         }

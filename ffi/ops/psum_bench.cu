@@ -23,7 +23,7 @@ constexpr int kRounds = 25;
 constexpr uint64_t kLimitNs = 3000 * 1000 * 1000ull;
 constexpr size_t kDirectory = kMaxGpuRanks * sizeof(uint64_t);
 // As jax_overlap/_heaps.py has it.
-constexpr int kMaxBlocks = 32, kResidentBlocks = 64;
+constexpr int kMaxBlocks = 64, kResidentBlocks = 66;
 constexpr auto kType = xla::ffi::DataType::BF16;
 constexpr size_t kLargest = 16 << 20;
 
