@@ -113,7 +113,7 @@ GPU_MATMULS = Variable(
     "0, 1 or auto",
     "whether fused matmuls on GPUs are native without implementation='native': 1, or "
     "auto where they are predicted to be faster than with NCCL; 0 until they are "
-    "measured over NVLink; read when a function is lowered",
+    "faster in whole models over NVLink; read when a function is lowered",
 )
 TUNING_DIR = Variable(
     "JAX_OVERLAP_TUNING_DIR",

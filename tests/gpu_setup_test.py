@@ -32,7 +32,7 @@ def mesh(*sizes):
 
 class Blocks(absltest.TestCase):
     def test_all_that_wait_are_resident(self):
-        """One on each multiprocessor, of all who share a GPU, in two programs at once."""
+        """One on each multiprocessor, of all who share it, in two programs at once."""
         most = _heaps.most_blocks
         self.assertEqual([most(132, n) for n in (1, 2, 8, 100)], [64, 32, 8, 1])
         self.assertEqual([most(58, n) for n in (1, 3)], [29, 9])
