@@ -67,7 +67,11 @@ std::string GpuSite::Take(const std::function<Need(size_t)>& need) {
   if (pool == nullptr) return error;
   if (error = world.MakeRoom(*pool); !error.empty()) return error;
   shared_ = need == nullptr;
+  const bool is_short = !shared_ && pool->Budget() < pool->Share();
+  const size_t of_share = is_short ? need(pool->Share()).bytes : 0;
   const Need needed = shared_ ? Need{0, 0} : need(pool->Budget());
+  const std::string starved = is_short ? pool->Starved(needed.bytes, of_share) : "";
+  if (!starved.empty()) std::fprintf(stderr, "%s: %s\n", what_.c_str(), starved.c_str());
   error = shared_ ? pool->TakeExchange({groups_, ranks_, node_size_}, &piece_)
                   : pool->Take(needed.bytes, &piece_);
   if (!error.empty()) return error;

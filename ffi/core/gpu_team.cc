@@ -15,6 +15,8 @@ constexpr size_t kAlign = 256;
 // of what is left.
 constexpr size_t kShare = 128;
 constexpr size_t kShareOfLittle = 32;
+// A call with this part of what it would take is slow.
+constexpr size_t kStarved = 4;
 
 }  // namespace
 
@@ -27,7 +29,19 @@ GpuPool::GpuPool(std::vector<int64_t> devices, GpuRegion region)
   for (int i = 0; i < kMaxChannels; ++i) free_indices_.insert(i);
 }
 
-size_t GpuPool::Budget() const { return Min(region_.bytes / kShare, free_bytes_ / kShareOfLittle); }
+size_t GpuPool::Share() const { return region_.bytes / kShare; }
+size_t GpuPool::Budget() const { return Min(Share(), free_bytes_ / kShareOfLittle); }
+
+std::string GpuPool::Starved(size_t bytes, size_t of_share) {
+  if (told_starved_ || bytes * kStarved > of_share) return "";
+  told_starved_ = true;
+  return std::to_string(free_bytes_) + " of " + std::to_string(region_.bytes) +
+         " bytes of the symmetric heap for these devices are free, so this call takes " +
+         std::to_string(bytes) + " instead of " + std::to_string(of_share) +
+         " and goes in many small pieces, which is slow; calls after it, too. Set "
+         "JAX_OVERLAP_HEAP_BYTES to more, in all processes, or put repeated layers into "
+         "jax.lax.scan";
+}
 
 std::string GpuPool::Take(size_t bytes, Piece* piece) {
   if (free_indices_.empty()) {

@@ -44,8 +44,13 @@ class GpuPool {
   };
   // An error text if there is no room.
   std::string Take(size_t bytes, Piece* piece);
-  // What a channel may take: a small share, so that there is room for many.
+  // What a channel may take: a small share, so that there is room for many. Less of what is
+  // left once that is little.
+  size_t Share() const;
   size_t Budget() const;
+  // What to say, once, when a channel gets so much less than of a whole share that its calls
+  // become slow; else empty.
+  std::string Starved(size_t bytes, size_t of_share);
 
   // The piece that all call sites of these teams share, for large slots: half of what is
   // free when the first of them asks. It is kept. `groups` holds places, group by group.
@@ -82,6 +87,7 @@ class GpuPool {
   size_t free_bytes_;
   std::set<int> free_indices_;
   size_t reclaim_below_;
+  bool told_starved_ = false;
   std::map<Teams, Piece> exchanges_;
   // A rank's own.
   std::mutex left_mutex_;

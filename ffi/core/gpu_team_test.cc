@@ -56,6 +56,26 @@ void TestManyCallSitesFitTheDefaultHeap() {
   }
 }
 
+// Who gets much less than a share is told, once.
+void TestALittleIsTold() {
+  const auto made = MakePool();
+  GpuPool& pool = *made;
+  JO_CHECK(pool.Budget() == pool.Share());
+  int sites = 0;
+  while (4 * pool.Budget() > pool.Share()) {
+    GpuPool::Piece piece;
+    JO_CHECK(pool.Starved(pool.Budget(), pool.Share()).empty());
+    JO_CHECK(pool.Take(pool.Budget(), &piece).empty());
+    ++sites;
+  }
+  JO_CHECK(sites > 128);
+  JO_CHECK(pool.Starved(1000, 3999).empty());
+  const std::string told = pool.Starved(1000, 4000);
+  JO_CHECK(told.find("takes 1000 instead of 4000") != std::string::npos);
+  JO_CHECK(told.find("Set JAX_OVERLAP_HEAP_BYTES") != std::string::npos);
+  JO_CHECK(pool.Starved(1000, 4000).empty());
+}
+
 void TestPiecesDoNotOverlapAndAreReused() {
   const auto made = MakePool(4 << 20);
   GpuPool& pool = *made;
@@ -168,6 +188,7 @@ void TestExchangesAreOfTheirTeams() {
 int main() {
   using namespace jax_overlap;  // NOLINT
   TestManyCallSitesFitTheDefaultHeap();
+  TestALittleIsTold();
   TestPiecesDoNotOverlapAndAreReused();
   TestFull();
   TestTooManyCallSites();
