@@ -191,7 +191,7 @@ def most_blocks(multiprocessors: int, sharers: int) -> int:
 def _heap_bytes(ranks: int) -> tuple[int, int]:
     """(bytes of a heap, bytes of it that the probe uses)."""
     probe = _rounded(ranks * _cuda.ffi.probe_bytes)
-    return _rounded(config.HEAP_BYTES.read()) + probe, probe
+    return _rounded(config.HEAP_BYTES.read(on_gpus=True)) + probe, probe
 
 
 def _rounded(nbytes: int) -> int:
@@ -251,7 +251,7 @@ def _start_processes(local):
         {
             "why": why,
             "abi": _native.ABI,
-            "heap": config.HEAP_BYTES.read(),
+            "heap": config.HEAP_BYTES.read(on_gpus=True),
             "limit": config.WAIT_TIMEOUT_S.read(),
             "node": config.NODE_SIZE.read(),
             "most": config.PSUM_MAX_BYTES.read(),

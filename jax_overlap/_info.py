@@ -32,12 +32,13 @@ def info() -> dict:
         have a reason.
       "errors": the unacknowledged errors.
     """
+    on_gpus = jax.default_backend() == "gpu"
     return {
         "versions": _versions(),
         "devices": _devices(),
         "native": _native_info(),
         "gpu": _heaps.describe(),
-        "settings": {v.name: v.read() for v in config.VARIABLES},
+        "settings": {v.name: v.read(on_gpus=on_gpus) for v in config.VARIABLES},
         "lowered": lowered.rows(),
         "errors": errors.last_errors(),
     }

@@ -43,25 +43,31 @@ def _switch(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """An environment variable: its parser, its default and what it is for."""
+    """An environment variable: its parser, its default and what it is for.
+
+    Attributes:
+      on_gpus: the default there, if it is another.
+    """
 
     name: str
     default: Any
     parse: Callable[[str], Any]
     legal: str
     doc: str
+    on_gpus: Any = None
 
-    def read(self) -> Any:
-        """The value now; `default` if the variable is unset or empty."""
+    def read(self, on_gpus: bool = False) -> Any:
+        """The value now; the default if the variable is unset or empty."""
+        default = self.on_gpus if on_gpus and self.on_gpus is not None else self.default
         text = os.environ.get(self.name, "")
         if not text:
-            return self.default
+            return default
         try:
             return self.parse(text)
         except ValueError:
             raise ValueError(
                 f"{self.name} is {text!r}, but has to be {self.legal}. "
-                f"It sets {self.doc} (default: {self.default})."
+                f"It sets {self.doc} (default: {default})."
             ) from None
 
 
@@ -79,6 +85,7 @@ HEAP_BYTES = Variable(
     "a positive number of bytes",
     "the size of the symmetric heap of each rank (on CPU a team's); read at import, "
     "on GPUs at the first native op",
+    on_gpus=1 << 30,
 )
 NODE_SIZE = Variable(
     "JAX_OVERLAP_NODE_SIZE",

@@ -42,7 +42,7 @@ constexpr size_t kSmallBytes = 512 << 10;
 constexpr size_t kCellsPiece = 128 * kCellBytes;
 constexpr size_t kStagedPiece = 16 << 10;
 constexpr size_t kSmallestPiece = 512;
-constexpr size_t kMaxChannelBytes = 8 << 20;  // more does not make a call faster
+constexpr size_t kMaxChannelBytes = 9 << 20;  // more does not make a call faster
 
 template <class Algorithm, class T>
 PsumLayout MakeLayout(TeamShape shape, bool cells, const std::vector<int64_t>& counts,

@@ -149,7 +149,7 @@ def _wanted(op: Op, args) -> list[shapes.Matmul]:
 
 
 def _heap_bytes() -> int:
-    return config.HEAP_BYTES.read()
+    return config.HEAP_BYTES.read(on_gpus=jax.default_backend() == "gpu")
 
 
 def _heap_wanted(op: Op, shape: shapes.Matmul, args) -> int:

@@ -240,8 +240,8 @@ class Large(Case):
         }
     )
     def test_chunks(self, op, dtype):
-        # Of all ranks. In float32 the products are 512 MiB: twice a heap, unless
-        # JAX_OVERLAP_HEAP_BYTES is set.
+        # Of all ranks. In float32 the products are 512 MiB, and slots take a quarter of
+        # a heap, which has 1 GiB unless JAX_OVERLAP_HEAP_BYTES is set.
         rows = (8192 if dtype == BF16 else 32_768) if ON_GPU else 1024
         rows -= rows % N
         mine = rows if op.name != GATHERS else rows // N
