@@ -65,6 +65,7 @@ kernels() {
   program matmul_cuda_test 120
   program psum_cuda_bench 60
   program link_cuda_bench 60
+  program matmul_link_cuda_bench 60
 }
 tests() {
   suite suite_psum 150 tests/gpu/psum_test.py tests/gpu/psum_gpu_test.py
