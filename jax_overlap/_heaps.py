@@ -165,18 +165,22 @@ def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def _configure(local, sharers: int) -> None:
-    """Readies the native side."""
+def _configure(local, sharers: int, multiprocessors: int) -> None:
+    """Readies the native side; what is of GPUs is of those of all processes."""
     _cuda.ffi.start(ordinals=[d.local_hardware_id for d in local])
     _cuda.ffi.configure(
         local={d.local_hardware_id: d.id for d in local},
         make_region=_make_region,
         agree=_agree,
         wait_timeout_s=config.WAIT_TIMEOUT_S.read(),
-        max_blocks=most_blocks(min(d.core_count for d in local), sharers),
+        max_blocks=most_blocks(multiprocessors, sharers),
         cublaslt=_cuda.cublaslt_path(),
         tuning_folder=os.path.expanduser(config.TUNING_DIR.read()),
     )
+
+
+def _multiprocessors(local) -> int:
+    return min(d.core_count for d in local)
 
 
 def most_blocks(multiprocessors: int, sharers: int) -> int:
@@ -207,7 +211,7 @@ def _start_process(local):
     try:
         _cuda.ffi.enable_peers(ordinals)
         heaps = [_cuda.ffi.allocate_heap(ordinal, nbytes) for ordinal in ordinals]
-        _configure(local, 1)
+        _configure(local, 1, _multiprocessors(local))
         results = _cuda.ffi.probe(list(enumerate(ordinals)), heaps, _PROBE_LIMIT_S)
     except RuntimeError as error:
         return None, str(error)
@@ -259,6 +263,7 @@ def _start_processes(local):
             "matmuls": config.GPU_MATMULS.read(),
             "nvshmem": nvshmem and list(nvshmem.runtime_version()),
             "gpu": None if why else _cuda.ffi.device_name(local[0].local_hardware_id),
+            "multiprocessors": _multiprocessors(local),
         },
     )
     if why := first_reason(everybody) or _difference(everybody):
@@ -282,7 +287,8 @@ def _start_processes(local):
         own = within_limit(start_nvshmem, "NVSHMEM")
         heaps = [nvshmem.peer_address(own, pe) for pe in range(count)]
         _cuda.ffi.use_put_kernels(nvshmem.put_kernels())
-        _configure(local, sharers)
+        least = min(theirs["multiprocessors"] for theirs in everybody.values())
+        _configure(local, sharers, least)
     except RuntimeError as error:
         why = str(error)
     # All, or none.

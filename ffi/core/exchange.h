@@ -72,11 +72,13 @@ struct ExchangeCall {
   } results[kMostResults];
 };
 
-// Each of them but CopyArrival launches one block. `peer`: -1 is all of them.
+// Each of them but CopyArrival, which is for one peer, launches one block. `peer`: -1 is all of
+// them.
 cudaError_t LaunchBegin(const ExchangeCall& call, int half, bool first, cudaStream_t stream);
 cudaError_t LaunchArrive(const ExchangeCall& call, int half, int peer, cudaStream_t stream);
-// The same as Arrive for what was copied on this stream, by the copy engine: a kernel beside
-// a product may have to wait for a multiprocessor until that ends.
+// The same as Arrive for what was copied on this stream, by the copy engine, whose copies on a
+// stream come one after the other: a kernel beside a product may have to wait for a
+// multiprocessor until that ends.
 cudaError_t CopyArrival(const ExchangeCall& call, int half, int peer, cudaStream_t stream);
 // Arrive and Wait, of all, in one.
 cudaError_t LaunchArriveAndWait(const ExchangeCall& call, int half, cudaStream_t stream);

@@ -11,8 +11,8 @@ namespace jax_overlap {
 namespace {
 
 constexpr size_t kAlign = 256;
-// A channel may take this share of a pool, or, where less than a quarter is left, this one
-// of what is left. Channels are a little more than a power of two, and pools are one.
+// A channel may take this share of a pool, or, where little more than a quarter is left, or less,
+// this one of what is left. Channels are a little more than a power of two, and pools are one.
 constexpr size_t kShare = 120;
 constexpr size_t kShareOfLittle = 32;
 // A call with this part of what it would take is slow.

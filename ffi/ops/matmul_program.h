@@ -21,8 +21,8 @@
 //             program:  begin | x_r w | wait x_(r-1) | x_(r-1) w | wait x_(r-2) .. | end
 //             beside:           x_r -> r+1 | tell | x_r -> r+2 | tell ..
 //
-//             No kernel is beside the products: they may leave it no multiprocessor until
-//             they end, and what comes after it would come as late.
+//             No kernel of ours is beside the products: they may leave it no multiprocessor
+//             until they end, and what comes after it would come as late.
 //
 //   Reduce    A scatter, whose sums are pushed to the others while the next rows are
 //             multiplied.

@@ -83,7 +83,7 @@ class ProgramTest {
     size_t after;  // of kOrder: how many steps of the other stream
   };
   struct Half {
-    int64_t epoch = 0;
+    int64_t epoch = 0, telling = 0;
     std::vector<int64_t> arrived, ready;
   };
   struct Rank {
@@ -141,8 +141,9 @@ class ProgramTest {
     const MatmulStep& s = given.step;
     Half& half = team_[r].halves[s.half];
     switch (s.kind) {
+      case StepKind::kBegin: half.telling = half.epoch + 1; return;
+      case StepKind::kTell: team_[s.peer].halves[s.half].arrived[r] = half.telling; return;
       case StepKind::kArrive:
-      case StepKind::kTell:
         for (int p = 0; p < ranks_; ++p) {
           if (s.peer < 0 || s.peer == p) team_[p].halves[s.half].arrived[r] = half.epoch + 1;
         }

@@ -40,18 +40,19 @@ constexpr size_t kSmallBytes = 512 << 10;
 // One thread a cell, of few: 128 threads take 2.5 us where 512 take 2.9, on two H200s. And as
 // much as keeps the threads of a block busy otherwise.
 constexpr size_t kCellsPiece = 128 * kCellBytes;
+constexpr size_t kPutsPiece = kGpuThreads * kCellBytes;  // a put has its price, however small
 constexpr size_t kStagedPiece = 16 << 10;
 constexpr size_t kSmallestPiece = 512;
 constexpr size_t kMaxChannelBytes = 9 << 20;  // more does not make a call faster
 
 template <class Algorithm, class T>
-PsumLayout MakeLayout(TeamShape shape, bool cells, const std::vector<int64_t>& counts,
+PsumLayout MakeLayout(TeamShape shape, bool cells, bool puts, const std::vector<int64_t>& counts,
                       PsumLimits limits) {
   size_t elements = 0;
   for (const int64_t count : counts) elements += count;
   const size_t budget = Min(limits.bytes, kMaxChannelBytes);
   const size_t smallest = kSmallestPiece / sizeof(T);
-  const size_t wanted = (cells ? kCellsPiece : kStagedPiece) / sizeof(T);
+  const size_t wanted = (puts ? kPutsPiece : cells ? kCellsPiece : kStagedPiece) / sizeof(T);
 
   PsumLayout layout;
   layout.grid = static_cast<int>(std::clamp<size_t>(CeilDiv(elements, wanted), 1, limits.blocks));
@@ -85,7 +86,7 @@ PsumLayout LayOutPsum(const PsumChoice& choice, DataType dtype, TeamShape shape,
   WithElementType(dtype, [&](auto element) {
     using T = decltype(element);
     const auto make = [&](auto chosen) {
-      layout = MakeLayout<decltype(chosen), T>(shape, choice.small || puts, counts, limits);
+      layout = MakeLayout<decltype(chosen), T>(shape, choice.small || puts, puts, counts, limits);
     };
     puts ? make(Nvrar<T, Steps::kCells, true>{}) : WithAlgorithm<T>(choice, make);
   });

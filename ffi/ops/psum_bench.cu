@@ -43,7 +43,7 @@ class Bench {
     const TeamShape shape{0, ranks, algorithm == PsumAlgorithm::kNvrar ? 1 : ranks};
     choice_ = ChoosePsum(algorithm, ranks, bytes);
     const int sharers = static_cast<int>(CeilDiv(ranks, devices_));
-    const int blocks = std::clamp(kResidentBlocks / sharers, 1, kMaxBlocks);
+    const int blocks = std::max(1, std::min(kMaxBlocks, kResidentBlocks) / sharers);
     layout_ = LayOutPsum(choice_, kType, shape, false, {count}, {channel, blocks});
     JO_CUDA(cudaHostAlloc(&statuses_, ranks * sizeof(Status),
                           cudaHostAllocMapped | cudaHostAllocPortable));

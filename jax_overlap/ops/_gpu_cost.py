@@ -8,7 +8,7 @@ of H200s. The launches are from benchmarks/matmul_launches_gpu_h200.json, taken 
 links. Of NVLink and NCCL they are what plain copies and jax.lax took between two GPUs:
 390 GB/s each way by the copy engine, and for NCCL a fifth more time than that and 30 us
 in a program. There matmul_reduce_scatter took 0.97-1.12 of what is predicted, and with
-NCCL 0.83-1.07 (benchmarks/nvlink_h200.json). On other GPUs matmuls and links are
+NCCL 0.84-1.07 (benchmarks/nvlink_h200.json). On other GPUs matmuls and links are
 slower, or faster, by about the same.
 """
 

@@ -230,7 +230,6 @@ class Large(Case):
     """More than the slots of the heap hold at once, so the work is cut in chunks."""
 
     TIME_LIMIT_S = 300
-    K, COLUMNS = (64, 96) if not ON_GPU else (512, 4096)
 
     @named(
         **{
@@ -240,24 +239,27 @@ class Large(Case):
         }
     )
     def test_chunks(self, op, dtype):
-        # Of all ranks. In float32 the products are 512 MiB, and slots take a quarter of
-        # a heap, which has 1 GiB unless JAX_OVERLAP_HEAP_BYTES is set.
-        rows = (8192 if dtype == BF16 else 32_768) if ON_GPU else 1024
+        # What is sent has 256 MiB in bfloat16, of all ranks together. A heap of 1 GiB,
+        # which is the default, has 128 MiB for it at a time.
+        k, columns = (512, 4096) if ON_GPU else (64, 96)
+        if op.name == GATHERS:
+            k, columns = columns, k
+        rows = 32_768 if ON_GPU else 1024
         rows -= rows % N
         mine = rows if op.name != GATHERS else rows // N
 
         def where(step, rank, first, count):
             """Column and value of the only element, in each row, that is not 0."""
             i = first + jnp.arange(count)
-            return (7 * i + 5 * rank + 3 * step) % self.K, 1 - 2 * ((i + rank) % 2)
+            return (7 * i + 5 * rank + 3 * step) % k, 1 - 2 * ((i + rank) % 2)
 
         def of_x(step, rank):
             at, value = where(step, rank, 0, mine)
-            columns = lax.broadcasted_iota(jnp.int32, (mine, self.K), 1)
-            return jnp.where(columns == at[:, None], value[:, None], 0).astype(dtype)
+            i = lax.broadcasted_iota(jnp.int32, (mine, k), 1)
+            return jnp.where(i == at[:, None], value[:, None], 0).astype(dtype)
 
         def of_w(step, rank):
-            return small(step, rank, (self.K, self.COLUMNS), dtype)
+            return small(step, rank, (k, columns), dtype)
 
         def product(step, x_rank, w_rank, first, count):
             """Rows of x @ w, without a matmul."""
@@ -280,7 +282,7 @@ class Large(Case):
             count = rows // N if cut_rows(op) else rows
             first = me * count if cut_rows(op) else 0
             part = lambda rank: product(step, rank, rank, first, count)  # noqa: E731
-            return mistakes + mistakes_in(y, summed(part, (count, self.COLUMNS)))
+            return mistakes + mistakes_in(y, summed(part, (count, columns)))
 
         program, mistakes = self.program(fn), self.everywhere(0)
         self.assert_native(program, mistakes, mistakes, ops=(op,))
