@@ -17,6 +17,7 @@
 #include "core/cuda_testing.h"
 #include "core/gpu_device.h"
 #include "core/gpu_memory.h"
+#include "core/schedule.h"
 #include "ops/all_gather_matmul.h"
 #include "ops/matmul_launch.h"
 #include "ops/matmul_reduce_scatter.h"
@@ -110,9 +111,17 @@ class Team {
     Shared& shared = Shared::Get();
     memset(shared.statuses, 0, kMaxRanks * sizeof(Status));
     constexpr size_t kDirectory = kMaxGpuRanks * sizeof(uint64_t);
+    size_t bytes = 0;
+    for (const MatmulCase& one : cases_) {
+      const MatmulSizes<Op> sizes(one);
+      for (const auto* ends : {&sizes.inputs, &sizes.outputs}) {
+        bytes += ends->back() * sizeof(T) + ends->size() * kPlaceAlign;
+      }
+    }
     for (int r = 0; r < ranks_; ++r) {
       const CurrentDevice current(DeviceOf(r));
       heaps_.emplace_back(kDirectory + exchange_bytes);
+      if (Devices().size() > 1) arenas_.emplace_back(bytes, 0xEE);
     }
     for (int r = 0; r < ranks_; ++r) {
       GpuChannel channel = {};
@@ -207,25 +216,36 @@ class Team {
       for (size_t i = sizes.inputs[a]; i < sizes.inputs[a + 1]; ++i) {
         values.push_back(FromInt<T>(in.At(r, i)));
       }
-      memory_.emplace_back(values.size() * sizeof(T));
-      JO_CUDA(cudaMemcpy(memory_.back().data(), values.data(), values.size() * sizeof(T),
-                         cudaMemcpyHostToDevice));
-      (a < sizes.xs ? arrays.x : arrays.w).push_back(memory_.back().data());
+      char* const place = Take(r, values.size() * sizeof(T));
+      JO_CUDA(cudaMemcpy(place, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+      (a < sizes.xs ? arrays.x : arrays.w).push_back(place);
     }
     for (size_t a = 0; a + 1 < sizes.outputs.size(); ++a) {
       const size_t bytes = (sizes.outputs[a + 1] - sizes.outputs[a]) * sizeof(T);
-      memory_.emplace_back(bytes, 0xEE);
-      arrays.out.push_back(memory_.back().data());
-      results.push_back({memory_.back().data(), bytes});
+      char* const place = Take(r, bytes);
+      arrays.out.push_back(place);
+      results.push_back({place, bytes});
     }
     if (one.gathered) arrays.gathered = arrays.out.back();
     calls_[r].push_back(arrays);
     results_[r].push_back(results);
   }
 
+  // Of its own, for compute-sanitizer; but memory that is mapped into other devices takes long
+  // to get.
+  char* Take(int r, size_t bytes) {
+    if (arenas_.empty()) return memory_.emplace_back(bytes, 0xEE).data();
+    char* const place = arenas_[r].data() + taken_[r];
+    taken_[r] += RoundUp(bytes, kPlaceAlign);
+    return place;
+  }
+
+  static constexpr size_t kPlaceAlign = 256;
   const std::vector<MatmulCase> cases_;
   const int ranks_, liar_;
-  std::vector<Memory> heaps_, memory_;
+  std::vector<Memory> heaps_, arenas_;  // [rank]
+  std::vector<Memory> memory_;
+  size_t taken_[kMaxRanks] = {};
   std::vector<MatmulLaunches::Arrays> calls_[kMaxRanks];
   std::vector<std::vector<ExchangeCall::Result>> results_[kMaxRanks];
   std::vector<std::unique_ptr<MatmulLaunches>> launches_[kMaxRanks];
