@@ -16,7 +16,7 @@
 #include "core/cuda_testing.h"
 #include "core/gpu_device.h"
 #include "core/schedule.h"
-#include "ops/matmul_launch.h"
+#include "ops/matmul_bench.h"
 
 namespace jax_overlap {
 namespace {
@@ -25,22 +25,6 @@ constexpr uint64_t kLimitNs = 3000 * 1000 * 1000ull;
 constexpr size_t kDirectory = kMaxGpuRanks * sizeof(uint64_t);
 constexpr int kRounds = 31;
 constexpr int kCalls = 4;  // of a graph
-
-// M, K, N of the whole problem: K is cut for sums, N for gathers.
-struct Problem {
-  int64_t m, k, n;
-};
-constexpr Problem kProblems[] = {{8192, 8192, 8192},  {8192, 28672, 8192}, {4096, 14336, 4096},
-                                 {16384, 4096, 4096}, {2048, 8192, 8192},  {512, 8192, 8192},
-                                 {64, 8192, 8192}};
-
-struct Kind {
-  MatmulKind kind;
-  const char* op;
-};
-constexpr Kind kKinds[] = {{MatmulKind::kScatter, "matmul_reduce_scatter"},
-                           {MatmulKind::kGather, "all_gather_matmul"},
-                           {MatmulKind::kReduce, "matmul_all_reduce"}};
 
 class Bench {
  public:
