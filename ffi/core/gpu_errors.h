@@ -33,7 +33,8 @@ class GpuErrors {
   // The first text since the ledger was last cleared; empty if all is well. Costs nothing.
   std::string Unacknowledged();
 
-  static constexpr size_t kWords = 8192;  // call sites of this process, times its devices
+  // Call sites of this process, times its devices: as many as channels of a pool, on 8.
+  static constexpr size_t kWords = 8 * 4096;
 
  private:
   GpuErrors() = default;
