@@ -7,7 +7,7 @@ Both count the matmul alike, so only what is beside it decides. The constants ar
 of H200s. The launches are from benchmarks/matmul_launches_gpu_h200.json, taken without
 links. Of NVLink and NCCL they are what plain copies and jax.lax took between two GPUs:
 390 GB/s each way by the copy engine, and for NCCL a fifth more time than that and 30 us
-in a program. There matmul_reduce_scatter took 0.97-1.12 of what is predicted, and with
+in a program. There matmul_reduce_scatter took 0.94-1.05 of what is predicted, and with
 NCCL 0.84-1.07 (benchmarks/nvlink_h200.json). On other GPUs matmuls and links are
 slower, or faster, by about the same.
 """
@@ -26,6 +26,7 @@ _LAUNCH_US = 5.0
 
 # Beside the product, by the number of ranks.
 _SCATTER_US = 20.0  # and the sum of the slots, if there are several
+_WAVE_BYTES = 8.7e6  # of tiles for peers, under way when the multiprocessors are done
 _SUM_BYTES = 3.5e12
 _GATHER_US = 19.0  # a product more whenever the ranks double
 _ROUND_US, _ROUND_PEER_US = 10.0, 17.0  # of an all-reduce
@@ -83,6 +84,7 @@ def predict(op: str, xs, ws, result, transposed, ranks: int, tf32: bool) -> Pred
         launches_us = _SCATTER_US
         if ranks > 2:
             launches_us += _US * whole * (1 + 1 / ranks) / _SUM_BYTES
+        launches_us += _US * min(sent, _WAVE_BYTES) / _LINK_BYTES
     if op == "matmul_all_reduce":
         sent *= 2
         rounds = min(_MOST_ROUNDS, math.ceil(rows[0] / ranks / _ROUND_ROWS))
