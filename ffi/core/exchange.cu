@@ -206,9 +206,8 @@ cudaError_t LaunchArrive(const ExchangeCall& call, int half, int peer, cudaStrea
 }
 cudaError_t CopyArrival(const ExchangeCall& call, int half, int peer, cudaStream_t stream) {
   const ExchangeHalf& h = call.layout.half[half];
-  const char* const mine = reinterpret_cast<char*>(&h.arrived[call.channel.shape.rank].value);
-  return cudaMemcpyAsync(call.channel.heaps[peer] + (mine - call.channel.own), &h.telling->value,
-                         sizeof(h.telling->value), cudaMemcpyDefault, stream);
+  return cudaMemcpyAsync(call.channel.At(&h.arrived[call.channel.shape.rank].value, peer),
+                         &h.telling->value, sizeof(h.telling->value), cudaMemcpyDefault, stream);
 }
 cudaError_t LaunchArriveAndWait(const ExchangeCall& call, int half, cudaStream_t stream) {
   Arrive<<<1, kThreads, 0, stream>>>(call, half, -1, true);

@@ -47,6 +47,12 @@ struct GpuChannel {
 
   static constexpr size_t kHeadBytes = sizeof(Word);  // before the parts of the blocks
 
+  // The same place of the channel at a peer.
+  template <class T>
+  JO_HD T* At(T* mine, int peer) const {
+    return reinterpret_cast<T*>(heaps[peer] + (reinterpret_cast<char*>(mine) - own));
+  }
+
   // Where rank `to` hears from `from` before the first call.
   JO_HD uint64_t* Heard(int to, int from) const {
     return reinterpret_cast<uint64_t*>(heaps[to] - directory) + from;

@@ -9,6 +9,7 @@
 #include <functional>
 #include <string>
 
+#include "core/gpu_team.h"
 #include "core/status.h"
 
 namespace jax_overlap {
@@ -34,7 +35,7 @@ class GpuErrors {
   std::string Unacknowledged();
 
   // Call sites of this process, times its devices: as many as channels of a pool, on 8.
-  static constexpr size_t kWords = 8 * 4096;
+  static constexpr size_t kWords = 8 * GpuPool::kMaxChannels;
 
  private:
   GpuErrors() = default;

@@ -35,8 +35,7 @@ class P2pLink {
 
   template <class T>
   __device__ T* At(T* mine, int peer) const {
-    return reinterpret_cast<T*>(channel_.heaps[peer] +
-                                (reinterpret_cast<char*>(mine) - channel_.own));
+    return channel_.At(mine, peer);
   }
   // Peers' operands lie in XLA's pool, which is not mapped.
   template <class T>

@@ -49,14 +49,7 @@ class Bench {
     const size_t part = static_cast<size_t>(m_ / ranks * (gathers_ ? k_ : n_)) * 2;
     if (exchange == 0) exchange = 2 * ranks * (part + 256) + (64 << 10);
     MakeLaunches(kind.kind, exchange);
-    MatmulStep step = {};
-    step.kind = StepKind::kProduct;
-    step.m = m_;
-    step.n = n_;
-    step.k = k_;
-    step.x = {{Space::kX, 0, 0, 0}, 0, k_};
-    step.w = {{Space::kW, 0, 0, 0}, 0, n_};
-    step.c = step.d = {{Space::kOut, 0, 0, 0}, 0, n_};
+    MatmulStep step = PlainProduct(m_, k_, n_);
     product_ = PlanOf(step);
     // All rows in one product that scatters, the own ones, too.
     step.batch = ranks;
@@ -128,12 +121,7 @@ class Bench {
     channel.descriptor = 7;
     channel.limit_ns = kLimitNs;
     channel.error = status_;
-    const size_t rows = gathers_ ? m_ / ranks_ : m_;
-    const MatmulShape shape{
-        Cut::kRows, ranks_, 1,
-        1,          rows,   {{static_cast<size_t>(k_), static_cast<size_t>(n_), false}}};
-    spec_ = std::make_unique<MatmulSpec>(MatmulSpec{
-        kind, shape, 1, GemmType::kBF16, GemmType::kBF16, GemmType::kBF16, false, false});
+    spec_ = std::make_unique<MatmulSpec>(SpecOf(kind, ranks_, m_, k_, n_));
     std::string error;
     launches_ = MatmulLaunches::Make(*spec_, *lane_, channel, exchange, spec_->Hash(), &error);
     JO_CHECK_IN(launches_ != nullptr, "%s", error.c_str());

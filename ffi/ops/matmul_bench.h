@@ -23,4 +23,24 @@ constexpr Kind kKinds[] = {{MatmulKind::kScatter, "matmul_reduce_scatter"},
                            {MatmulKind::kGather, "all_gather_matmul"},
                            {MatmulKind::kReduce, "matmul_all_reduce"}};
 
+// Of bfloat16, by rows; m, k and n are those of a rank's plain product.
+inline MatmulSpec SpecOf(MatmulKind kind, int ranks, int64_t m, int64_t k, int64_t n) {
+  const size_t rows = kind == MatmulKind::kGather ? m / ranks : m;
+  const MatmulShape shape{
+      Cut::kRows, ranks, 1, 1, rows, {{static_cast<size_t>(k), static_cast<size_t>(n), false}}};
+  return {kind, shape, 1, GemmType::kBF16, GemmType::kBF16, GemmType::kBF16, false, false};
+}
+
+inline MatmulStep PlainProduct(int64_t m, int64_t k, int64_t n) {
+  MatmulStep step = {};
+  step.kind = StepKind::kProduct;
+  step.m = m;
+  step.n = n;
+  step.k = k;
+  step.x = {{Space::kX, 0, 0, 0}, 0, k};
+  step.w = {{Space::kW, 0, 0, 0}, 0, n};
+  step.c = step.d = {{Space::kOut, 0, 0, 0}, 0, n};
+  return step;
+}
+
 }  // namespace jax_overlap

@@ -98,8 +98,8 @@ struct MatmulLaunches::Places {
       case Space::kSlot: break;
     }
     char* const slots = call.layout.half[half].slots;
-    return call.channel.heaps[place.peer] + (slots - call.channel.own) +
-           place.index * call.layout.slot_bytes + place.at * size;
+    return call.channel.At(slots, place.peer) + place.index * call.layout.slot_bytes +
+           place.at * size;
   }
 };
 

@@ -105,21 +105,8 @@ class Bench {
     FillForTuning(r.x->data(), m_ * k_ * sizeof(BFloat16), r.stream);
     FillForTuning(r.w->data(), k_ * n_ * sizeof(BFloat16), r.stream);
 
-    const size_t rows = gathers() ? m_ / ranks_ : m_;
-    const MatmulShape shape{
-        Cut::kRows, ranks_, 1,
-        1,          rows,   {{static_cast<size_t>(k_), static_cast<size_t>(n_), false}}};
-    const MatmulSpec spec{kind_,           shape,           1,     GemmType::kBF16,
-                          GemmType::kBF16, GemmType::kBF16, false, false};
-    MatmulStep whole = {};
-    whole.kind = StepKind::kProduct;
-    whole.m = m_;
-    whole.n = n_;
-    whole.k = k_;
-    whole.x = {{Space::kX, 0, 0, 0}, 0, k_};
-    whole.w = {{Space::kW, 0, 0, 0}, 0, n_};
-    whole.c = whole.d = {{Space::kOut, 0, 0, 0}, 0, n_};
-    r.product = GpuGemm::Get().PlanOf(ordinal, spec.KeyOf(whole), &error);
+    const MatmulSpec spec = SpecOf(kind_, ranks_, m_, k_, n_);
+    r.product = GpuGemm::Get().PlanOf(ordinal, spec.KeyOf(PlainProduct(m_, k_, n_)), &error);
     JO_CHECK_IN(r.product != nullptr, "%s", error.c_str());
 
     GpuChannel channel = {};
@@ -142,8 +129,8 @@ class Bench {
     cudaError_t status = cudaSuccess;
     for (int i = 1; i < ranks_ && status == cudaSuccess; ++i) {
       const int peer = Rotated(r.rank, i, ranks_);
-      char* const slot = call.channel.heaps[peer] + (call.layout.half[1].slots - call.channel.own) +
-                         r.rank * call.layout.slot_bytes;
+      char* const slot =
+          call.channel.At(call.layout.half[1].slots, peer) + r.rank * call.layout.slot_bytes;
       status = cudaMemcpyAsync(slot, r.x->data(), part_, cudaMemcpyDefault, r.stream);
     }
     return status == cudaSuccess ? "" : cudaGetErrorString(status);
