@@ -20,6 +20,9 @@ from jax_overlap.testing import LAUNCH
 FAULTS = pathlib.Path(__file__).parent / "gpu" / "faults"
 WAIT_S = 4
 LIMIT_S = 150
+# Else processes share what XLA finds out by timing, and those that compile unlike programs
+# wait for one another in XLA, for ever, before any op of theirs is called.
+XLA_FLAGS = "--xla_gpu_shard_autotuning=false"
 
 
 class Faults(parameterized.TestCase):
@@ -47,6 +50,7 @@ class Faults(parameterized.TestCase):
                 *("--timeout", str(LIMIT_S), "--grace", "60"),
                 *("--env", f"JAX_OVERLAP_WAIT_TIMEOUT_S={WAIT_S}"),
                 *("--env", f"JAX_OVERLAP_BY_PSUM_MAX_BYTES={limit}"),
+                *("--env", f"XLA_FLAGS={os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}"),
                 # The process of the tests has memory of the same GPUs.
                 *("--env", "XLA_PYTHON_CLIENT_PREALLOCATE=false"),
                 *("--", "python", str(FAULTS / program), op, *args),
