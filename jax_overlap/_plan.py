@@ -24,8 +24,9 @@ PSUM_ALGORITHMS = {"one_shot": 0, "two_shot": 1, "nvrar": 2}
 # CPU ranks can read each other's operands, which is faster from the start (see
 # benchmarks/): cells serve the sizes where both cost next to nothing.
 ONE_SHOT_MAX_BYTES = 256
-# On GPUs they do while a rank sends no more than this: with P ranks its operands go to
-# P - 1 others, in twice their bytes, where two_shot sends them twice at most.
+# On GPUs all is sent at once while a rank sends no more than this: with P ranks its
+# operands go to P - 1 others, small ones in twice their bytes, where two_shot sends
+# them twice at most. Of two ranks each sends as much in either way.
 GPU_ONE_SHOT_MAX_SENT_BYTES = 512 << 10
 
 # In place of an algorithm: the call is better left to `jax.lax`.
@@ -197,6 +198,8 @@ def choose_psum_algorithm(
         return "nvrar", f"{team.nodes} nodes of {team.node_size} ranks"
     if nbytes <= most:
         return "one_shot", f"{nbytes} bytes are at most {most}"
+    if situation.on_gpu and team.ranks == 2:
+        return "one_shot", "two ranks send as much at once as in two steps"
     return "two_shot", f"{nbytes} bytes are more than {most}"
 
 

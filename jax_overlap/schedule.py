@@ -124,7 +124,8 @@ _BY_PSUM = "rank r multiplies its operands; psum adds the {P} products on every 
 _WORDS = {
     ("psum", "one_shot"): (
         "every rank sends its operand to the {others}, in cells that carry their own "
-        "flag; each adds all {P} in rank order"
+        "flag (large ones on GPUs in pieces, each before a flag); each adds all {P} in "
+        "rank order"
     ),
     ("psum", "two_shot"): (
         "rank r adds slice r of the {P} operands where they are, in rank order, and "

@@ -20,8 +20,8 @@ from jax_overlap.testing import LAUNCH
 FAULTS = pathlib.Path(__file__).parent / "gpu" / "faults"
 WAIT_S = 4
 LIMIT_S = 150
-# Else processes share what XLA finds out by timing, and those that compile unlike programs
-# wait for one another in XLA, for ever, before any op of theirs is called.
+# Else processes share what XLA finds out by timing, and those that compile unlike
+# programs wait for one another in XLA, for ever, before any op of theirs is called.
 XLA_FLAGS = "--xla_gpu_shard_autotuning=false"
 
 

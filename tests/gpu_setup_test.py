@@ -85,7 +85,11 @@ class Algorithms(absltest.TestCase):
         self.assertEqual(self.choose(64 << 10), "one_shot")
         self.assertEqual(self.choose(128 << 10), "two_shot")
         self.assertEqual(self.choose(512 << 10, ranks=2), "one_shot")
-        self.assertEqual(self.choose(1 << 20, ranks=2), "two_shot")
+        self.assertEqual(self.choose(1 << 20, ranks=3), "two_shot")
+
+    def test_two_ranks_send_at_once(self):
+        self.assertEqual(self.choose(2 << 20, ranks=2), "one_shot")
+        self.assertEqual(self.choose((2 << 20) + 1, ranks=2), LEFT_TO_LAX)
 
     def test_large_ones_are_left_to_nccl(self):
         self.assertEqual(self.choose(2 << 20), "two_shot")

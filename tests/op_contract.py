@@ -376,6 +376,10 @@ class Values(Contract):
                     same = self.chosen(line(n), middle, dtype) == chosen[k]
                     low, high = (middle, high) if same else (low, middle)
                 sizes += [low - 1, low, high, high + 1]
+            if n == 2 and {*chosen} == {"one_shot"}:
+                # On GPUs; here flags follow upon cells.
+                last = (512 << 10) // np.dtype(dtype).itemsize
+                sizes = [last - 1, last, last + 1]
             self.assertTrue(sizes, "no switch was found")
             self.check_sizes(line(n), sizes, dtype, [None])
 

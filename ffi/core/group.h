@@ -69,45 +69,64 @@ struct Others {
 
 // out[i] = the sum, in rank order, of what each of `others.count` ranks has of element i < n:
 // this one has `own`, the others have sent theirs to the cells cell_of(place, index).
-// A link that waits for several cells at once waits for up to kAtOnce.
-template <class T, int kAtOnce, class Threads, class Link, class CellOf, class Out>
+// A link that waits for several cells at once waits for those of up to kAtOnce ranks, for
+// kEach cells of a thread: what is on its way is not waited for one after the other.
+template <class T, int kAtOnce, int kEach, class Threads, class Link, class CellOf, class Out>
 JO_HD void SumCells(const Threads& threads, Link& link, const Others& others, CellOf cell_of,
                     const T* own, Index n, uint32_t epoch, Out* out) {
   const Index cells = CeilDiv(n, kPerCell<T>);
   const int sources = JO_MUTANT("skip_peer") ? others.count - 1 : others.count;
-  for (Index i = threads.index(); i < cells; i += threads.count()) {
-    const uint64_t mine = PackCell(own, n, i);
+  const Index step = threads.count();
+  for (Index first = threads.index(); first < cells; first += kEach * step) {
+    const auto cell = [&](int e) { return first + e * step; };
+    const auto exists = [&](int e) { return e == 0 || cell(e) < cells; };
+    uint64_t mine[kEach];
+    JO_UNROLL
+    for (int e = 0; e < kEach; ++e) mine[e] = exists(e) ? PackCell(own, n, cell(e)) : 0;
     T values[kPerCell<T>];
-    Acc<T> sums[kPerCell<T>] = {};
-    const auto add = [&](int source, uint64_t cell) {
-      UnpackCell(source == others.place ? mine : cell, values);
+    Acc<T> sums[kEach][kPerCell<T>] = {};
+    const auto add = [&](int e, int source, uint64_t theirs) {
+      UnpackCell(source == others.place ? mine[e] : theirs, values);
       for (Index j = 0; j < kPerCell<T>; ++j) {
-        sums[j] = source == 0 ? Numeric<T>::Widen(values[j]) : Accumulate<T>(sums[j], values[j]);
+        Acc<T>& sum = sums[e][j];
+        sum = source == 0 ? Numeric<T>::Widen(values[j]) : Accumulate<T>(sum, values[j]);
       }
     };
     if constexpr (!Link::kLoadsManyCells) {
-      for (int source = 0; source < sources; ++source) {
-        const Where where{others.first + source, 0};
-        add(source, source == others.place ? 0 : link.LoadCell(cell_of(source, i), epoch, where));
+      for (int e = 0; e < kEach && exists(e); ++e) {
+        for (int source = 0; source < sources; ++source) {
+          const Where where{others.first + source, 0};
+          add(e, source,
+              source == others.place ? 0 : link.LoadCell(cell_of(source, cell(e)), epoch, where));
+        }
       }
     } else {
       for (int begin = 0; begin < sources; begin += kAtOnce) {
         const int count = sources - begin < kAtOnce ? sources - begin : kAtOnce;
-        uint32_t wanted = (1u << count) - 1;
+        uint32_t peers = (1u << count) - 1;
         const int place = others.place - begin;
-        if (place >= 0 && place < count) wanted &= ~(1u << place);
-        uint64_t data[kAtOnce] = {};
-        link.LoadCells([&](int k) { return cell_of(begin + k, i); }, wanted, epoch,
-                       others.first + begin, data);
+        if (place >= 0 && place < count) peers &= ~(1u << place);
+        // Bit e * kAtOnce + k is cell e of rank begin + k.
+        uint32_t wanted = 0;
         JO_UNROLL
-        for (int k = 0; k < kAtOnce; ++k) {
-          if (k < count) add(begin + k, data[k]);
+        for (int e = 0; e < kEach; ++e) wanted |= exists(e) ? peers << (e * kAtOnce) : 0;
+        uint64_t data[kAtOnce * kEach] = {};
+        link.LoadCells([&](int b) { return cell_of(begin + b % kAtOnce, cell(b / kAtOnce)); },
+                       [&](int b) { return others.first + begin + b % kAtOnce; }, wanted, epoch,
+                       data);
+        JO_UNROLL
+        for (int b = 0; b < kAtOnce * kEach; ++b) {
+          if (b % kAtOnce < count) add(b / kAtOnce, begin + b % kAtOnce, data[b]);
         }
       }
     }
-    Out result[kPerCell<T>];
-    for (Index j = 0; j < kPerCell<T>; ++j) StoreSum<T>(sums[j], result + j);
-    StoreElements(result, out, n, i);
+    JO_UNROLL
+    for (int e = 0; e < kEach; ++e) {
+      if (!exists(e)) continue;
+      Out result[kPerCell<T>];
+      for (Index j = 0; j < kPerCell<T>; ++j) StoreSum<T>(sums[e][j], result + j);
+      StoreElements(result, out, n, cell(e));
+    }
   }
 }
 
@@ -201,7 +220,7 @@ struct GroupSteps {
         link.StoreCell(slots + place * slice_capacity + (i - owner * step), first + owner,
                        PackCell(in, n, i), epoch);
       });
-      SumCells<T, 8>(
+      SumCells<T, 8, 1>(
           threads, link, others,
           [&](int source, Index i) { return slots + source * slice_capacity + i; }, in + own.begin,
           own.size(), epoch, sum);

@@ -61,9 +61,9 @@ class P2pLink {
     } while (!Carries(cell, epoch) && !Expired(epoch, cell.epoch0, where));
     return Data(cell);
   }
-  // The cells cell_of(k), k < kCount, whose bit in `wanted` is set, of peers first + k.
-  template <int kCount, class CellOf>
-  __device__ void LoadCells(CellOf cell_of, uint32_t wanted, uint32_t epoch, int first,
+  // The cells cell_of(k), k < kCount, whose bit in `wanted` is set, of peers peer_of(k).
+  template <int kCount, class CellOf, class PeerOf>
+  __device__ void LoadCells(CellOf cell_of, PeerOf peer_of, uint32_t wanted, uint32_t epoch,
                             uint64_t (&data)[kCount]) {
     uint32_t seen = 0;
     do {
@@ -80,7 +80,7 @@ class P2pLink {
         data[k] = Data(cells[k]);
         wanted &= ~(1u << k);
       }
-    } while (wanted != 0 && !Expired(epoch, seen, {first + __ffs(wanted) - 1, 0}));
+    } while (wanted != 0 && !Expired(epoch, seen, {peer_of(__ffs(wanted) - 1), 0}));
   }
 
   __device__ void Signal(uint64_t* mine, int peer, uint64_t value) const {

@@ -76,41 +76,76 @@ inline void SumTile(int rows, Row row, size_t begin, size_t n, Acc<T>* acc) {
 #endif
 
 #if defined(__CUDACC__)
-// The elements that can be read 16 bytes at a time; returns how many these are. The loads
-// of several rows are under way at once.
-template <class T, class Out, class Threads, class Row>
-JO_HD size_t SumPacks(const Threads& threads, int rows, Row row, size_t n, Out* out) {
-  constexpr int kRows = sizeof(T) == 1 ? 2 : 4;  // more do not fit into the registers
+// Pack `first` of the sum and each a `step` after the last, kEach in all. The loads of kRows
+// rows are under way at once.
+template <class T, int kEach, int kRows, class Out, class Row>
+JO_HD void SumSomePacks(int rows, Row row, size_t first, size_t step, Out* out) {
   constexpr int kCount = Pack<T>::kCount;
   struct alignas(16) Sums {
     Out values[kCount];
   };
-  bool aligned = IsPackAligned(out);
-  for (int r = 0; r < rows; ++r) aligned = aligned && IsPackAligned(row(r));
-  if (!aligned) return 0;
-  const size_t packs = n / kCount;
-  for (size_t i = threads.index(); i < packs; i += threads.count()) {
-    const auto load = [&](int r) { return reinterpret_cast<const Pack<T>*>(row(r))[i]; };
-    Acc<T> sums[kCount];
-    const Pack<T> first = load(0);
-    for (int j = 0; j < kCount; ++j) sums[j] = Numeric<T>::Widen(first.values[j]);
-    for (int begin = 1; begin < rows; begin += kRows) {
-      Pack<T> some[kRows];
+  const auto load = [&](int r, int e) {
+    return reinterpret_cast<const Pack<T>*>(row(r))[first + e * step];
+  };
+  Pack<T> own[kEach];
+  Acc<T> sums[kEach][kCount];
+  const auto start = [&](int e) {
+    for (int j = 0; j < kCount; ++j) sums[e][j] = Numeric<T>::Widen(own[e].values[j]);
+  };
+  JO_UNROLL
+  for (int e = 0; e < kEach; ++e) own[e] = load(0, e);
+  for (int begin = 1; begin < rows; begin += kRows) {
+    Pack<T> some[kRows][kEach];
+    JO_UNROLL
+    for (int k = 0; k < kRows; ++k) {
       JO_UNROLL
-      for (int k = 0; k < kRows; ++k) {
-        if (begin + k < rows) some[k] = load(begin + k);
+      for (int e = 0; e < kEach; ++e) {
+        if (begin + k < rows) some[k][e] = load(begin + k, e);
       }
+    }
+    JO_UNROLL
+    for (int e = 0; e < kEach; ++e) {
+      if (begin == 1) start(e);  // after the loads, as it waits for one
       JO_UNROLL
       for (int k = 0; k < kRows; ++k) {
         if (begin + k >= rows) break;
-        for (int j = 0; j < kCount; ++j) sums[j] = Accumulate<T>(sums[j], some[k].values[j]);
+        for (int j = 0; j < kCount; ++j) {
+          sums[e][j] = Accumulate<T>(sums[e][j], some[k][e].values[j]);
+        }
       }
     }
-    Sums result;
-    for (int j = 0; j < kCount; ++j) StoreSum<T>(sums[j], result.values + j);
-    reinterpret_cast<Sums*>(out)[i] = result;
   }
-  return packs * kCount;
+  JO_UNROLL
+  for (int e = 0; e < kEach; ++e) {
+    if (rows == 1) start(e);
+    Sums result;
+    for (int j = 0; j < kCount; ++j) StoreSum<T>(sums[e][j], result.values + j);
+    reinterpret_cast<Sums*>(out)[first + e * step] = result;
+  }
+}
+
+// The elements that can be read 16 bytes at a time; returns how many these are.
+template <class T, class Out, class Threads, class Row>
+JO_HD size_t SumPacks(const Threads& threads, int rows, Row row, size_t n, Out* out) {
+  bool aligned = IsPackAligned(out);
+  for (int r = 0; r < rows; ++r) aligned = aligned && IsPackAligned(row(r));
+  if (!aligned) return 0;
+  // As much at once as fits into the registers.
+  constexpr int kRows = sizeof(T) == 1 ? 2 : 4;
+  const size_t packs = n / Pack<T>::kCount, step = threads.count();
+  size_t next = threads.index();
+  if (rows == 2) {
+    if constexpr (sizeof(T) != 1) {
+      for (; next + 3 * step < packs; next += 4 * step) {
+        SumSomePacks<T, 4, 1>(2, row, next, step, out);
+      }
+    }
+    for (; next + step < packs; next += 2 * step) {
+      SumSomePacks<T, 2, 1>(2, row, next, step, out);
+    }
+  }
+  for (; next < packs; next += step) SumSomePacks<T, 1, kRows>(rows, row, next, step, out);
+  return packs * Pack<T>::kCount;
 }
 #endif
 

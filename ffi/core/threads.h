@@ -40,16 +40,34 @@ struct alignas(16) Pack {
 JO_HD bool IsPackAligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 #endif
 
+#if defined(__CUDACC__)
+// Element `next` and each a `step` after the last, as long as there are kEach before `end`,
+// whose loads are under way at once. Returns what is next then.
+template <int kEach, class T>
+JO_HD size_t CopySeveral(const T* from, size_t next, size_t step, size_t end, T* to) {
+  for (; next + (kEach - 1) * step < end; next += kEach * step) {
+    T some[kEach];
+    JO_UNROLL
+    for (int e = 0; e < kEach; ++e) some[e] = from[next + e * step];
+    JO_UNROLL
+    for (int e = 0; e < kEach; ++e) to[next + e * step] = some[e];
+  }
+  return next;
+}
+#endif
+
 // Copies `n` elements, by all threads together.
 template <class T, class Threads>
 JO_HD void Copy(const Threads& threads, const T* from, size_t n, T* to) {
 #if defined(__CUDACC__)
   size_t done = 0;
   if (IsPackAligned(from) && IsPackAligned(to)) {
-    const size_t packs = n / Pack<T>::kCount;
-    for (size_t i = threads.index(); i < packs; i += threads.count()) {
-      reinterpret_cast<Pack<T>*>(to)[i] = reinterpret_cast<const Pack<T>*>(from)[i];
-    }
+    const auto* const sources = reinterpret_cast<const Pack<T>*>(from);
+    auto* const targets = reinterpret_cast<Pack<T>*>(to);
+    const size_t packs = n / Pack<T>::kCount, step = threads.count();
+    size_t next = CopySeveral<4>(sources, threads.index(), step, packs, targets);
+    next = CopySeveral<2>(sources, next, step, packs, targets);
+    CopySeveral<1>(sources, next, step, packs, targets);
     done = packs * Pack<T>::kCount;
   }
   for (size_t i = done + threads.index(); i < n; i += threads.count()) to[i] = from[i];

@@ -255,6 +255,8 @@ std::vector<Protocol> Protocols() {
   const auto at = [](const Scope& s, int call, size_t i) { return i % s.Elements(call); };
   return {
       Psum<OneShot<Element>>("one_shot", [](const Scope&) { return 1; }),
+      Psum<OneShot<Element, 2, 4>>("one_shot_several", [](const Scope&) { return 1; }),
+      Psum<OneShotByFlags<Element>>("one_shot_by_flags", [](const Scope&) { return 1; }),
       Psum<TwoShot<Element, Steps::kFlags>>("two_shot", [](const Scope& s) { return s.ranks; }),
       Psum<TwoShot<Element, Steps::kCells>>("two_shot_cells",
                                             [](const Scope& s) { return s.ranks; }),

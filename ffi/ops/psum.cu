@@ -1,8 +1,8 @@
 // psum on NVIDIA GPUs: the kernels over the peer link, and how a call is cut for them.
 //
 // Registers (nvcc 13.0, sm_90a): 40 to 128, which is what 512 threads may have, so at least one
-// block is resident on a multiprocessor. No spills, but for a few bytes around the rare call
-// of PackTail in three kernels of one_shot (sm_80: two; sm_100: nine).
+// block is resident on a multiprocessor. No spills, but for 8 to 24 bytes, mostly around the rare
+// call of PackTail, in two kernels (sm_80: five; sm_100: nine, and 136 in one of nvrar for int8).
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -18,14 +18,16 @@ namespace {
 
 using xla::ffi::DataType;
 
-// f(the class in psum.h).
+// f(the class in psum.h). `several`: a thread has more than one cell of a piece.
 template <class T, class F>
-void WithAlgorithm(const PsumChoice& choice, F f) {
+void WithAlgorithm(const PsumChoice& choice, bool several, F f) {
   const bool small = choice.small;
+  constexpr int kOfTwo = sizeof(T) == 1 ? 2 : 4;  // cells at once, as fit into the registers
   switch (choice.algorithm) {
     case PsumAlgorithm::kOneShot:
-      if (choice.ranks <= 2) return f(OneShot<T, 2>{});
-      if (choice.ranks <= 4) return f(OneShot<T, 4>{});
+      if (!small) return f(OneShotByFlags<T>{});
+      if (choice.ranks <= 2) return several ? f(OneShot<T, 2, kOfTwo>{}) : f(OneShot<T, 2>{});
+      if (choice.ranks <= 4) return several ? f(OneShot<T, 4, 2>{}) : f(OneShot<T, 4>{});
       return f(OneShot<T, 8>{});
     case PsumAlgorithm::kTwoShot:
       return small ? f(TwoShot<T, Steps::kCells>{}) : f(TwoShot<T, Steps::kFlags>{});
@@ -77,7 +79,7 @@ PsumLayout MakeLayout(TeamShape shape, bool cells, bool puts, const std::vector<
 }  // namespace
 
 PsumChoice ChoosePsum(PsumAlgorithm algorithm, int ranks, size_t bytes) {
-  return {algorithm, algorithm == PsumAlgorithm::kOneShot || bytes <= kSmallBytes, ranks};
+  return {algorithm, bytes <= kSmallBytes, ranks};
 }
 
 PsumLayout LayOutPsum(const PsumChoice& choice, DataType dtype, TeamShape shape, bool puts,
@@ -88,7 +90,7 @@ PsumLayout LayOutPsum(const PsumChoice& choice, DataType dtype, TeamShape shape,
     const auto make = [&](auto chosen) {
       layout = MakeLayout<decltype(chosen), T>(shape, choice.small || puts, puts, counts, limits);
     };
-    puts ? make(Nvrar<T, Steps::kCells, true>{}) : WithAlgorithm<T>(choice, make);
+    puts ? make(Nvrar<T, Steps::kCells, true>{}) : WithAlgorithm<T>(choice, false, make);
   });
   return layout;
 }
@@ -97,7 +99,8 @@ cudaError_t LaunchPsum(const PsumChoice& choice, DataType dtype, const PsumLayou
                        const PsumArguments& arguments, cudaStream_t stream) {
   WithElementType(dtype, [&](auto element) {
     using T = decltype(element);
-    WithAlgorithm<T>(choice, [&](auto chosen) {
+    const bool several = layout.piece > layout.threads * kPerCell<T>;
+    WithAlgorithm<T>(choice, several, [&](auto chosen) {
       PsumKernel<P2pLink, decltype(chosen), T>
           <<<layout.grid, layout.threads, 0, stream>>>(arguments);
     });
@@ -112,11 +115,15 @@ std::vector<const void*> PsumKernels() {
     const auto add_one = [&](auto chosen) {
       kernels.push_back(reinterpret_cast<const void*>(&PsumKernel<P2pLink, decltype(chosen), T>));
     };
-    for (const int ranks : {2, 4, 8})
-      WithAlgorithm<T>({PsumAlgorithm::kOneShot, true, ranks}, add_one);
+    for (const bool several : {false, true}) {
+      for (const int ranks : {2, 4, 8}) {
+        WithAlgorithm<T>({PsumAlgorithm::kOneShot, true, ranks}, several, add_one);
+      }
+    }
+    WithAlgorithm<T>({PsumAlgorithm::kOneShot, false, 0}, false, add_one);
     for (const bool small : {false, true}) {
-      WithAlgorithm<T>({PsumAlgorithm::kTwoShot, small, 0}, add_one);
-      WithAlgorithm<T>({PsumAlgorithm::kNvrar, small, 0}, add_one);
+      WithAlgorithm<T>({PsumAlgorithm::kTwoShot, small, 0}, false, add_one);
+      WithAlgorithm<T>({PsumAlgorithm::kNvrar, small, 0}, false, add_one);
     }
   };
   ForElementTypes(add);

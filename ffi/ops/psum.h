@@ -7,7 +7,7 @@
 //   Run(...)                        one rank's part of one chunk
 // and RunPsum cuts a vector into chunks, each with a sequence number of its own.
 //
-//   one_shot   every rank sends all to every other rank, in cells that say
+//   one_shot   every rank sends all to every other rank, small vectors in cells that say
 //              themselves that they have come: one latency, (P-1) n bytes.
 //   two_shot   reduce-scatter, then all-gather: two latencies, 2 (P-1)/P n bytes.
 //   nvrar      reduce-scatter in the node, recursive doubling across nodes,
@@ -42,8 +42,9 @@ namespace jax_overlap {
 enum class PsumAlgorithm : int64_t { kOneShot = 0, kTwoShot = 1, kNvrar = 2 };
 
 // ------------------------------------------------------------------ one_shot
-// kAtOnce: SumCells' (core/group.h), best the ranks of the team.
-template <class T, int kAtOnce = 8>
+// kAtOnce and kEach: SumCells' (core/group.h); kAtOnce best the ranks of the team, kEach more
+// than one if a thread has as many cells.
+template <class T, int kAtOnce = 8, int kEach = 1>
 struct OneShot {
   struct Memory {
     Cell* slots;  // [2][source][cells of a chunk]
@@ -57,14 +58,16 @@ struct OneShot {
     return {carver.Take<Cell>(2 * team.size * cells), cells};
   }
 
-  // The first cell of this thread.
+  // The first cells of this thread.
   struct Loaded {
-    uint64_t cell;
+    uint64_t cells[kEach];
   };
   template <class Threads>
   static JO_HD Loaded Early(const Threads& threads, const T* in, Index n) {
-    const Index i = threads.index();
-    return {i < CeilDiv(n, kPerCell<T>) ? PackCell(in, n, i) : 0};
+    Loaded loaded = {};
+    const Index first = threads.index();
+    if (first < CeilDiv(n, kPerCell<T>)) loaded = Load(threads, in, n, first);
+    return loaded;
   }
 
   template <class Threads, class Link>
@@ -74,14 +77,70 @@ struct OneShot {
     const Index cells = CeilDiv(n, kPerCell<T>);
     const Others others{0, team.size, team.rank};
     Cell* const mine = memory.slot(sequence, team.rank, team.size);
-    for (Index i = threads.index(); i < cells; i += threads.count()) {
-      others.ForAll([&](int peer) { link.StoreCell(mine + i, peer, loaded.cell, epoch); });
-      if (i + threads.count() < cells) loaded.cell = PackCell(in, n, i + threads.count());
+    const Index step = threads.count();
+    for (Index first = threads.index(); first < cells; first += kEach * step) {
+      JO_UNROLL
+      for (int e = 0; e < kEach; ++e) {
+        const Index i = first + e * step;
+        if (e != 0 && i >= cells) continue;
+        others.ForAll([&](int peer) { link.StoreCell(mine + i, peer, loaded.cells[e], epoch); });
+      }
+      const Index next = first + kEach * step;
+      if (next < cells) loaded = Load(threads, in, n, next);
     }
-    SumCells<T, kAtOnce>(
+    SumCells<T, kAtOnce, kEach>(
         threads, link, others,
         [&](int source, Index i) { return memory.slot(sequence, source, team.size) + i; }, in, n,
         epoch, out);
+  }
+
+ private:
+  // The cells `first`, which exists, and each a number of threads after the last.
+  template <class Threads>
+  static JO_HD Loaded Load(const Threads& threads, const T* in, Index n, Index first) {
+    Loaded loaded;
+    JO_UNROLL
+    for (int e = 0; e < kEach; ++e) {
+      const Index i = first + e * threads.count();
+      loaded.cells[e] = e == 0 || i < CeilDiv(n, kPerCell<T>) ? PackCell(in, n, i) : 0;
+    }
+    return loaded;
+  }
+};
+
+// The same with flags: half the bytes, and fences.
+template <class T>
+struct OneShotByFlags {
+  struct Memory {
+    T* slots;     // [2][source][slot]
+    Word* flags;  // [source]
+    size_t slot;
+  };
+  static JO_HD Memory Carve(Carver& carver, TeamShape team, size_t capacity) {
+    const size_t slot = RoundUp(capacity, kSliceAlign<T>);
+    T* const slots = carver.Take<T>(2 * team.size * slot);
+    return {slots, carver.Take<Word>(team.size), slot};
+  }
+
+  struct Loaded {};
+  template <class Threads>
+  static JO_HD Loaded Early(const Threads&, const T*, Index) {
+    return {};
+  }
+
+  template <class Threads, class Link>
+  static JO_HD void Run(const Threads& threads, Link& link, const Memory& memory, TeamShape team,
+                        uint64_t sequence, Loaded, const T* in, size_t n, T* out) {
+    T* const slots = memory.slots + SlotOf(sequence) * team.size * memory.slot;
+    const Others others{0, team.size, team.rank};
+    others.SendAndSignal(threads, link, memory.flags + team.rank, sequence, [&](int peer) {
+      Copy(threads, in, n, link.At(slots + team.rank * memory.slot, peer));
+    });
+    others.Wait(threads, link, memory.flags, sequence, 0);
+    SumRows<T>(
+        threads, team.size,
+        [&](int source) { return source == team.rank ? in : slots + source * memory.slot; }, n,
+        out);
   }
 };
 

@@ -26,6 +26,7 @@ constexpr size_t kDirectory = kMaxGpuRanks * sizeof(uint64_t);
 constexpr int kMaxBlocks = 64, kResidentBlocks = 66;
 constexpr auto kType = xla::ffi::DataType::BF16;
 constexpr size_t kLargest = 16 << 20;
+constexpr size_t kChannelKiB = (1 << 20) / 120;  // what a call gets of a heap of 1 GiB
 
 struct Named {
   PsumAlgorithm algorithm;
@@ -157,13 +158,14 @@ class Bench {
 }  // namespace
 }  // namespace jax_overlap
 
-// psum_cuda_bench [RANKS [KIB]]: by default 2 ranks, or one a GPU, and channels of up to 1 MiB.
+// psum_cuda_bench [RANKS [KIB]]: by default 2 ranks, or one a GPU, and channels of up to what the
+// default heap has for a call.
 // CUDA_DEVICE_MAX_CONNECTIONS=32 gives each rank on a GPU a queue of its own.
 int main(int argc, char** argv) {
   using namespace jax_overlap;  // NOLINT
   const int devices = static_cast<int>(Ordinals(kMaxGpuRanks).size());
   const int ranks = argc > 1 ? std::stoi(argv[1]) : std::max(2, devices);
-  const size_t channel = (argc > 2 ? std::stoul(argv[2]) : 1024) << 10;
+  const size_t channel = (argc > 2 ? std::stoul(argv[2]) : kChannelKiB) << 10;
   JO_CHECK_IN(ranks >= 2 && ranks <= kMaxGpuRanks, "%d ranks", ranks);
   const std::vector<int> ordinals = Ordinals(ranks);
   std::string error = EnablePeers(ordinals);

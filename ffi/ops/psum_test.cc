@@ -44,6 +44,8 @@ void Check(const Case& c, unsigned seed) {
 template <class T>
 void CheckAllAlgorithms(const Case& c, unsigned seed) {
   Check<OneShot<T>, false, T>(c, seed);
+  Check<OneShot<T, 2, 4>, false, T>(c, seed);
+  Check<OneShotByFlags<T>, false, T>(c, seed);
   Check<TwoShot<T, Steps::kFlags>, false, T>(c, seed);
   Check<TwoShot<T, Steps::kCells>, false, T>(c, seed);
   Check<Nvrar<T, Steps::kFlags>, false, T>(c, seed);

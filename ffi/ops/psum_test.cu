@@ -283,11 +283,14 @@ template <class Link, class T>
 int CheckAllAlgorithms(TeamShape shape, size_t capacity, const std::vector<size_t>& counts) {
   Check<Link, OneShot<T>, T>(shape, capacity, counts);
   Check<Link, OneShot<T, 2>, T>(shape, capacity, counts);
+  Check<Link, OneShot<T, 2, 4>, T>(shape, capacity, counts);
+  Check<Link, OneShot<T, 4, 2>, T>(shape, capacity, counts);
+  Check<Link, OneShotByFlags<T>, T>(shape, capacity, counts);
   Check<Link, TwoShot<T, Steps::kFlags>, T>(shape, capacity, counts);
   Check<Link, TwoShot<T, Steps::kCells>, T>(shape, capacity, counts);
   Check<Link, Nvrar<T, Steps::kFlags>, T>(shape, capacity, counts);
   Check<Link, Nvrar<T, Steps::kCells>, T>(shape, capacity, counts);
-  return 6;
+  return 9;
 }
 
 // Every split of 1 .. 8 ranks, odd node counts among them.

@@ -7,9 +7,9 @@ Within a node, with the vector in as many slices as ranks (two_shot):
     rank 2  | sum slice 2 of all | send it to 0, 1, 3 |   all-gather
     rank 3  | sum slice 3 of all | send it to 0, 1, 2 |
 
-Small vectors go whole to every rank (one_shot). Across nodes each rank exchanges
-its slice of the node's sum with the same rank of node XOR 1, 2, 4, ... (nvrar,
-https://arxiv.org/abs/2511.09557). ffi/ops/psum.h has the algorithms.
+Small vectors go whole to every rank (one_shot), and on GPUs all of two ranks. Across
+nodes each rank exchanges its slice of the node's sum with the same rank of node XOR 1,
+2, 4, ... (nvrar, https://arxiv.org/abs/2511.09557). ffi/ops/psum.h has the algorithms.
 """
 
 from __future__ import annotations
