@@ -43,7 +43,7 @@ enum class PsumAlgorithm : int64_t { kOneShot = 0, kTwoShot = 1, kNvrar = 2 };
 
 // ------------------------------------------------------------------ one_shot
 // kAtOnce and kEach: SumCells' (core/group.h); kAtOnce best the ranks of the team, kEach more
-// than one if a thread has as many cells.
+// than one where a thread has several cells.
 template <class T, int kAtOnce = 8, int kEach = 1>
 struct OneShot {
   struct Memory {

@@ -26,7 +26,8 @@ constexpr size_t kDirectory = kMaxGpuRanks * sizeof(uint64_t);
 constexpr int kMaxBlocks = 64, kResidentBlocks = 66;
 constexpr auto kType = xla::ffi::DataType::BF16;
 constexpr size_t kLargest = 16 << 20;
-constexpr size_t kChannelKiB = (1 << 20) / 120;  // what a call gets of a heap of 1 GiB
+// What a call gets of a heap of 1 GiB: of the half that a mesh has, as GpuPool::Share says.
+constexpr size_t kChannelKiB = (1 << 19) / 120;
 
 struct Named {
   PsumAlgorithm algorithm;

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "core/cuda_testing.h"
@@ -283,7 +284,7 @@ template <class Link, class T>
 int CheckAllAlgorithms(TeamShape shape, size_t capacity, const std::vector<size_t>& counts) {
   Check<Link, OneShot<T>, T>(shape, capacity, counts);
   Check<Link, OneShot<T, 2>, T>(shape, capacity, counts);
-  Check<Link, OneShot<T, 2, 4>, T>(shape, capacity, counts);
+  Check<Link, OneShot<T, 2, sizeof(T) == 1 ? 2 : 4>, T>(shape, capacity, counts);
   Check<Link, OneShot<T, 4, 2>, T>(shape, capacity, counts);
   Check<Link, OneShotByFlags<T>, T>(shape, capacity, counts);
   Check<Link, TwoShot<T, Steps::kFlags>, T>(shape, capacity, counts);
@@ -304,6 +305,13 @@ int Sizes() {
   for (const auto& [size, node_size] : kShapes) {
     const TeamShape shape{0, size, node_size};
     cases += CheckAllAlgorithms<P2pLink, T>(shape, 1024, {3000, 1, 0, 1025, 7, 1024, 64, 2049});
+  }
+  // Several accesses of a thread at once, as many as there are at most and all fewer.
+  constexpr size_t kOfAll = kThreads * Pack<T>::kCount;
+  for (const auto& [size, node_size] : {std::pair{2, 1}, {2, 2}, {4, 4}}) {
+    const TeamShape shape{0, size, node_size};
+    cases += CheckAllAlgorithms<P2pLink, T>(
+        shape, 14 * kOfAll, {14 * kOfAll + 5, 14 * kOfAll - 1, 7 * kOfAll + 3, 3 * kOfAll, 1});
   }
   return cases;
 }
@@ -352,11 +360,11 @@ int HalfTypesAreSummedInFloat() {
 }
 
 // A rank that never comes: all others give up in time, those that wait for it directly
-// name it, and nobody passes on a wrong number.
+// name it, and nobody passes on a wrong number. `times`: as many elements as else.
 template <class Algorithm, class T>
-int AbsentRank(TeamShape shape, int absent, bool named_by_all) {
+int AbsentRank(TeamShape shape, int absent, bool named_by_all, size_t times = 1) {
   constexpr uint64_t kShort = 50 * 1000 * 1000;
-  Team<P2pLink, Algorithm, T> team(shape, 256, {100, 50, 200});
+  Team<P2pLink, Algorithm, T> team(shape, 256 * times, {100 * times, 50 * times, 200 * times});
   team.Run(absent, kShort);
   bool named = false;
   for (int r = 0; r < shape.size; ++r) {
@@ -396,6 +404,8 @@ int AbsentRanks() {
   int cases =
       Mismatch<OneShot<T>, T>({0, 4, 4}, 1) + Mismatch<Nvrar<T, Steps::kFlags>, T>({0, 4, 2}, 3);
   cases += AbsentRank<OneShot<T>, T>({0, 4, 4}, 2, true);
+  cases += AbsentRank<OneShot<T, 4, 2>, T>({0, 4, 4}, 3, true, 16);
+  cases += AbsentRank<OneShotByFlags<T>, T>({0, 4, 4}, 0, true, 16);
   cases += AbsentRank<TwoShot<T, Steps::kFlags>, T>({0, 4, 4}, 0, true);
   cases += AbsentRank<TwoShot<T, Steps::kCells>, T>({0, 4, 4}, 0, true);
   for (int absent = 0; absent < 6; ++absent) {
