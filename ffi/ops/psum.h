@@ -41,6 +41,15 @@ namespace jax_overlap {
 // The values of the attribute `algorithm`; jax_overlap/_plan.py has the same.
 enum class PsumAlgorithm : int64_t { kOneShot = 0, kTwoShot = 1, kNvrar = 2 };
 
+// Where nothing is loaded early.
+struct LoadsNothing {
+  struct Loaded {};
+  template <class Threads, class T>
+  static JO_HD Loaded Early(const Threads&, const T*, Index) {
+    return {};
+  }
+};
+
 // ------------------------------------------------------------------ one_shot
 // kAtOnce and kEach: SumCells' (core/group.h); kAtOnce best the ranks of the team, kEach more
 // than one where a thread has several cells.
@@ -110,7 +119,7 @@ struct OneShot {
 
 // The same with flags: half the bytes, and fences.
 template <class T>
-struct OneShotByFlags {
+struct OneShotByFlags : LoadsNothing {
   struct Memory {
     T* slots;     // [2][source][slot]
     Word* flags;  // [source]
@@ -120,12 +129,6 @@ struct OneShotByFlags {
     const size_t slot = RoundUp(capacity, kSliceAlign<T>);
     T* const slots = carver.Take<T>(2 * team.size * slot);
     return {slots, carver.Take<Word>(team.size), slot};
-  }
-
-  struct Loaded {};
-  template <class Threads>
-  static JO_HD Loaded Early(const Threads&, const T*, Index) {
-    return {};
   }
 
   template <class Threads, class Link>
@@ -146,16 +149,10 @@ struct OneShotByFlags {
 
 // ------------------------------------------------------------------ two_shot
 template <class T, Steps kSteps>
-struct TwoShot {
+struct TwoShot : LoadsNothing {
   using Memory = GroupSteps<T, kSteps>;
   static JO_HD Memory Carve(Carver& carver, TeamShape team, size_t capacity) {
     return Memory::Carve(carver, team.size, capacity);
-  }
-
-  struct Loaded {};
-  template <class Threads>
-  static JO_HD Loaded Early(const Threads&, const T*, Index) {
-    return {};
   }
 
   template <class Threads, class Link>
@@ -168,7 +165,7 @@ struct TwoShot {
 // --------------------------------------------------------------------- nvrar
 // Staged: the channel has room for the cells that leave as well, for links that put.
 template <class T, Steps kSteps, bool Staged = false>
-struct Nvrar {
+struct Nvrar : LoadsNothing {
   // An exchange with one partner: step 0 .. steps-1 of the doubling, then the two
   // of the fold.
   struct Memory {
@@ -190,12 +187,6 @@ struct Nvrar {
     memory.staging = Staged ? carver.Take<Cell>(exchanges * memory.slice_cells) : nullptr;
     memory.ready = carver.Take<Word>(exchanges);
     return memory;
-  }
-
-  struct Loaded {};
-  template <class Threads>
-  static JO_HD Loaded Early(const Threads&, const T*, Index) {
-    return {};
   }
 
   template <class Threads, class Link>
