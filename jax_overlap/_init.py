@@ -11,8 +11,8 @@ def init() -> None:
     In a program of several processes it is collective: all have to call it, or to come
     to their first native op, within `JAX_OVERLAP_WAIT_TIMEOUT_S`. It costs the memory
     of `JAX_OVERLAP_HEAP_BYTES` on each GPU, and tries that each GPU can write to the
-    others' memory. Programs that are loaded rather than lowered (`jax.export`,
-    serialised executables) need it before they run. On other platforms it does nothing.
+    others' memory. Programs that are loaded rather than lowered (serialised
+    executables) need it before they run. On other platforms it does nothing.
 
     Whether ops are native is then decided, alike in all processes: `jax_overlap.info()`
     says so under "gpu", and why not, if they are not.

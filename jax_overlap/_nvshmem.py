@@ -36,9 +36,10 @@ def load() -> tuple[ModuleType | None, str]:
     try:
         if importlib.util.find_spec(_MODULE) is None:
             return None, (
-                "this jax_overlap was built without NVSHMEM. Build it where nvcc and "
-                "nvidia-nvshmem-cu12 or -cu13 are, with "
-                "-Ccmake.define.JAX_OVERLAP_NVSHMEM=ON"
+                "this jax_overlap was built without NVSHMEM. Build it where nvcc is, "
+                "with -Ccmake.define.JAX_OVERLAP_CUDA=ON and "
+                "-Ccmake.define.JAX_OVERLAP_NVSHMEM_DIR=<the folder nvidia/nvshmem of "
+                "the package nvidia-nvshmem-cu12 or -cu13>"
             )
         folder = _package_folder()
         if folder is None:

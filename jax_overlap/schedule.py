@@ -128,13 +128,13 @@ _WORDS = {
         "rank order"
     ),
     ("psum", "two_shot"): (
-        "rank r adds slice r of the {P} operands where they are, in rank order, and "
-        "writes the sum to all {P} results"
+        "rank r adds slice r of the {P} operands, in rank order, and writes the sum to "
+        "all {P} results (on GPUs operands and sums go through slots)"
     ),
     ("psum", "nvrar"): (
         "in each of {N} nodes, local rank r of {G} adds slice r of the node's operands "
         "in rank order; recursive doubling ({steps}) adds the sums across nodes, lower "
-        "node + higher node; each slice is written to all {G} results of its node"
+        "node + higher node; each slice goes to all {G} results of its node"
     ),
     ("psum_scatter", "direct"): (
         "rank r adds part r of the {P} operands where they are, in rank order"

@@ -13,7 +13,7 @@ the op changes.
 There is no such function for `psum`, `psum_scatter` and `all_gather`: of a whole array
 there is nothing to sum over the ranks, and a gathered array is `jax.sharding.reshard`.
 
-The mesh is that of `jax.set_mesh`, else that on which the arrays lie, else `mesh=`.
+The mesh is `mesh=`, else that of `jax.set_mesh`, else that on which the arrays lie.
 What is known of its other axes decides how the op runs:
 
 - Explicit axes: the types of the arrays tell where shards lie, and that is kept.

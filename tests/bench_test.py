@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_overlap
+from jax_overlap import _native
 from jax_overlap.bench import gpu_calls, gpu_values, rows
 from jax_overlap.bench.__main__ import OPS, main
 
@@ -96,6 +97,14 @@ class Command(absltest.TestCase):
         with contextlib.redirect_stderr(err), self.assertRaises(SystemExit):
             main(["psum", "--gpu", "--dtype", "bfloat61"])
         self.assertIn("expected one of float32, bfloat16", err.getvalue())
+
+    def test_without_the_native_module(self):
+        """Else it would time jax.lax against jax.lax."""
+        missing = mock.patch.multiple(_native, ffi=None, why_missing="Install it")
+        err = io.StringIO()
+        with missing, contextlib.redirect_stderr(err), self.assertRaises(SystemExit):
+            main(["psum"])
+        self.assertIn("Install it", err.getvalue())
 
 
 class Collectives(parameterized.TestCase):

@@ -1,5 +1,6 @@
 """What a fused matmul on GPUs is: fused, by psum, or left to lax. None is needed."""
 
+import contextlib
 import functools
 import json
 import os
@@ -56,13 +57,18 @@ def plan(
     fn = tools.stacked(
         lambda *a: jax.tree.leaves(call(*a, "x", **options))[0], line(RANKS)
     )
-    with (
-        mock.patch.dict(os.environ, DEFAULTS | (env or {})),
-        mock.patch.object(_heaps, "why_not", return_value=""),
-        mock.patch.object(_heaps, "reach", return_value=reach),
-    ):
+    with on_gpus(reach, env):
         (one,) = jax_overlap.explain(fn, *operands, platform=platform)
     return one
+
+
+def on_gpus(reach=None, env=None):
+    """A context in which calls are planned as where there are GPUs."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.dict(os.environ, DEFAULTS | (env or {})))
+    stack.enter_context(mock.patch.object(_heaps, "why_not", return_value=""))
+    stack.enter_context(mock.patch.object(_heaps, "reach", return_value=reach))
+    return stack
 
 
 def chosen(*args, **kw):
@@ -146,6 +152,30 @@ class Askers(parameterized.TestCase):
     @parameterized.parameters(*MATMULS)
     def test_native_is_asked_for(self, op):
         self.assertEqual(chosen(op, *self.SMALL, implementation="native"), "by_psum")
+
+    @parameterized.parameters(*MATMULS)
+    def test_what_is_forced_is_asked_for(self, op):
+        self.assertEqual(chosen(op, *self.SMALL, algorithm="sliced"), "sliced")
+
+    @parameterized.parameters(
+        ("all_gather_matmul", (0, 1), {"save_gathered": False}),
+        ("matmul_reduce_scatter", (1,), {}),
+    )
+    def test_what_a_gradient_needs_besides_is_not_asked_for(self, op, of, options):
+        """A gather alone is not native on GPUs: "native" is what the call is."""
+        call = getattr(jax_overlap, op)
+
+        def total(x, w):
+            return call(x, w, "x", implementation="native", **options).sum()
+
+        operands = [jax.ShapeDtypeStruct((RANKS, 16, 16), np.float32)] * 2
+        fn = tools.stacked(jax.grad(total, argnums=of), line(RANKS))
+        with on_gpus():
+            jax.jit(fn).trace(*operands).lower(lowering_platforms=("cuda",))
+            plans = jax_overlap.explain(fn, *operands, platform="cuda")
+        plans = {p.op: p.implementation for p in plans}
+        self.assertEqual(plans.pop("all_gather"), "lax")
+        self.assertNotIn("lax", plans.values())
 
     @parameterized.product(op=MATMULS, shapes=(SMALL, LARGE))
     def test_forced(self, op, shapes):

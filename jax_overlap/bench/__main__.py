@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from jax_overlap import _native
 from jax_overlap.bench import (
     all_gather,
     all_gather_matmul,
@@ -35,6 +36,8 @@ def main(argv: list[str] | None = None) -> int:
         module.add_arguments(command)
         command.add_argument("--json", metavar="FILE", help="write the results there")
     args = parser.parse_args(argv)
+    if _native.ffi is None:  # else it would be jax.lax against jax.lax
+        parser.error(_native.why_missing)
     if vars(args).get("gpu"):
         gpu_calls.require_gpus()
     rows = []

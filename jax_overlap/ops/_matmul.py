@@ -233,7 +233,8 @@ def _choose(
     """The algorithm, or LEFT_TO_LAX, and why; summed: bytes, if by psum."""
     fuses = "0"
     if situation.on_gpu:
-        fuses = "1" if implementation == "native" else config.GPU_MATMULS.read()
+        forced = implementation == "native" or algorithm == "sliced"
+        fuses = "1" if forced else config.GPU_MATMULS.read()
     asked = fuses != "0"
     if chosen := _by_psum.choose(
         summed,
@@ -275,7 +276,8 @@ _NOT_ASKED = (
     LEFT_TO_LAX,
     (
         "fused matmuls on GPUs are new, and have to be asked for: "
-        f"implementation='native', or {config.GPU_MATMULS.name}=1 or auto"
+        f"implementation='native', algorithm='sliced', or {config.GPU_MATMULS.name}=1 "
+        "or auto"
     ),
 )
 _IN_PLACE = ("in_place", "peers' operands are addressed in place")

@@ -132,7 +132,7 @@ def all_gather_matmul(
         `jax.lax.all_gather`. False keeps `x` only, and gathers again: (axis size - 1)
         x (bytes of `x`) received by each rank.
       implementation: None, "native" or "reference", as in `jax_overlap.psum`.
-      algorithm: None chooses; "in_place" or "sliced" forces one (see
+      algorithm: None chooses; "in_place" (on CPU) or "sliced" forces one (see
         `jax_overlap.explain`); "by_psum" forces what takes the place of "sliced" on
         GPUs while the gathered `x` is small (JAX_OVERLAP_BY_PSUM_MAX_BYTES): a
         `jax_overlap.psum` gathers the bits of `x`, and then it is multiplied.

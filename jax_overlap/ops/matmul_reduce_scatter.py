@@ -101,7 +101,7 @@ def matmul_reduce_scatter(
         its scales.
       axis_index_groups: list of lists of indices along the axis, as in `jax.lax`.
       implementation: None, "native" or "reference", as in `jax_overlap.psum`.
-      algorithm: None chooses; "in_place" or "sliced" forces one (see
+      algorithm: None chooses; "in_place" (on CPU) or "sliced" forces one (see
         `jax_overlap.explain`); "by_psum" forces what takes the place of "sliced" on
         GPUs while the whole `x @ w` is small (JAX_OVERLAP_BY_PSUM_MAX_BYTES): the
         matmul, then `jax_overlap.psum`, of which a rank keeps its part.
@@ -267,7 +267,10 @@ def transpose(gather_matmul, cts, *operands, xs, transposed, out_dtype, cut, **p
 def along_cut(
     primitive, x, cut, *, axes, axis_index_groups, axis_size, implementation, **_
 ):
-    """X gathered, or reduced and scattered, along what is cut of it."""
+    """X gathered, or reduced and scattered, along what is cut of it.
+
+    Not what a call that has to be native is: on GPUs these are not, but for a gradient.
+    """
     return _block.bind(
         primitive,
         x,
@@ -275,7 +278,7 @@ def along_cut(
         dimension=_matmul.CUT_IN_X[cut],
         axis_index_groups=axis_index_groups,
         axis_size=axis_size,
-        implementation=implementation,
+        implementation=None if implementation == "native" else implementation,
     )
 
 
