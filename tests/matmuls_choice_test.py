@@ -62,13 +62,15 @@ def plan(
     return one
 
 
+@contextlib.contextmanager
 def on_gpus(reach=None, env=None):
-    """A context in which calls are planned as where there are GPUs."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.dict(os.environ, DEFAULTS | (env or {})))
-    stack.enter_context(mock.patch.object(_heaps, "why_not", return_value=""))
-    stack.enter_context(mock.patch.object(_heaps, "reach", return_value=reach))
-    return stack
+    """In it calls are planned as where there are GPUs."""
+    with (
+        mock.patch.dict(os.environ, DEFAULTS | (env or {})),
+        mock.patch.object(_heaps, "why_not", return_value=""),
+        mock.patch.object(_heaps, "reach", return_value=reach),
+    ):
+        yield
 
 
 def chosen(*args, **kw):
