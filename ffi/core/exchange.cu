@@ -109,7 +109,15 @@ __global__ void Arrive(const __grid_constant__ ExchangeCall a, int half, int pee
   s.Settle();
 }
 
+// What a kernel that is launched early does before all else: waits for the kernel before it.
+__device__ void AwaitKernelBefore() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+
 __global__ void Wait(const __grid_constant__ ExchangeCall a, int half, int peer) {
+  AwaitKernelBefore();
   __shared__ Status status;
   Session s(a, half, &status);
   if (!s.broken() && s.SpeaksFor(peer)) s.WaitFor(half);
@@ -122,9 +130,8 @@ __device__ void Poison(void* data, size_t bytes) {
   for (size_t i = threadIdx.x; i < bytes / sizeof(uint16_t); i += blockDim.x) words[i] = 0x7fff;
 }
 
-__global__ void End(const __grid_constant__ ExchangeCall a, int half, bool last) {
-  __shared__ Status status;
-  Session s(a, half, &status);
+__device__ void EndRound(const ExchangeCall& a, int half, bool last, Status* status) {
+  Session s(a, half, status);
   const ExchangeHalf& h = a.layout.half[half];
   if (!s.broken() && s.SpeaksFor(-1)) {
     __threadfence_system();  // the slots were read before
@@ -143,12 +150,38 @@ __global__ void End(const __grid_constant__ ExchangeCall a, int half, bool last)
   for (const auto& result : a.results) Poison(result.data, result.bytes);
 }
 
+__global__ void End(const __grid_constant__ ExchangeCall a, int half, bool last) {
+  __shared__ Status status;
+  EndRound(a, half, last, &status);
+}
+
+// kCount elements that are loaded at once.
+template <class T, int kCount>
+struct alignas(kCount * sizeof(T)) Group {
+  T values[kCount];
+};
+
+// Group i of a row that begins at `from` in the first slot.
+template <class T, int kCount>
+__device__ Group<T, kCount> SumOfSlots(const SumShape& s, const char* from, int64_t i) {
+  Acc<T> sums[kCount];
+  for (int r = 0; r < s.ranks; ++r) {
+    const auto group = reinterpret_cast<const Group<T, kCount>*>(from + r * s.slot_bytes)[i];
+    JO_UNROLL
+    for (int j = 0; j < kCount; ++j) {
+      const Acc<T> value = Numeric<T>::Widen(group.values[j]);
+      sums[j] = r == 0 ? value : Add(sums[j], value);
+    }
+  }
+  Group<T, kCount> result;
+  JO_UNROLL
+  for (int j = 0; j < kCount; ++j) result.values[j] = Numeric<T>::Narrow(sums[j]);
+  return result;
+}
+
 // Packs or, where something is not aligned, single elements.
 template <class T, int kCount>
 __global__ void SumKernel(const __grid_constant__ SumShape s) {
-  struct alignas(kCount * sizeof(T)) Group {
-    T values[kCount];
-  };
   const int64_t groups = s.cols / kCount;
   for (int64_t row = blockIdx.y; row < s.blocks * s.rows; row += gridDim.y) {
     const int64_t block = row / s.rows, at = row % s.rows;
@@ -156,24 +189,63 @@ __global__ void SumKernel(const __grid_constant__ SumShape s) {
     T* const to = static_cast<T*>(s.out) + block * s.out_block + at * s.out_ld;
     for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < groups;
          i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-      Acc<T> sums[kCount];
-      for (int r = 0; r < s.ranks; ++r) {
-        const Group group = reinterpret_cast<const Group*>(from + r * s.slot_bytes)[i];
-        JO_UNROLL
-        for (int j = 0; j < kCount; ++j) {
-          const Acc<T> value = Numeric<T>::Widen(group.values[j]);
-          sums[j] = r == 0 ? value : Add(sums[j], value);
-        }
-      }
-      Group result;
-      JO_UNROLL
-      for (int j = 0; j < kCount; ++j) result.values[j] = Numeric<T>::Narrow(sums[j]);
-      reinterpret_cast<Group*>(to)[i] = result;
+      reinterpret_cast<Group<T, kCount>*>(to)[i] = SumOfSlots<T, kCount>(s, from, i);
     }
   }
 }
 
+// A block has a tile at a time, and the last one to be through ends the round.
+template <class T>
+__global__ void Finish(const __grid_constant__ ExchangeCall call, int half, bool last,
+                       const __grid_constant__ TileSumShape a) {
+  AwaitKernelBefore();
+  __shared__ Status status;
+  __shared__ bool ends;
+  constexpr int kCount = 16 / sizeof(T);
+  const SumShape& s = a.all;
+  const int64_t across = CeilDiv(s.cols, a.tile), down = CeilDiv(s.rows, a.tile);
+  for (int64_t at = blockIdx.x; at < s.blocks * down * across; at += gridDim.x) {
+    if (a.marks[at] == 0) continue;
+    const int64_t block = at / across / down;
+    const int64_t row = at / across % down * a.tile, col = at % across * a.tile;
+    const int64_t rows = Min(a.tile, s.rows - row), groups = Min(a.tile, s.cols - col) / kCount;
+    const char* const from = s.slots + (block * s.block + row * s.ld + col) * sizeof(T);
+    T* const to = static_cast<T*>(s.out) + block * s.out_block + row * s.out_ld + col;
+    for (int64_t i = threadIdx.x; i < rows * groups; i += blockDim.x) {
+      const int64_t r = i / groups, g = i % groups;
+      reinterpret_cast<Group<T, kCount>*>(to + r * s.out_ld)[g] =
+          SumOfSlots<T, kCount>(s, from + r * s.ld * sizeof(T), g);
+    }
+  }
+  __syncthreads();  // this block has read what it adds
+  if (threadIdx.x == 0) {
+    __threadfence();
+    ends = atomicAdd(a.through, 1) + 1 == gridDim.x;
+    if (ends) *a.through = 0;
+    __threadfence();
+  }
+  __syncthreads();
+  if (ends) EndRound(call, half, last, &status);
+}
+
 }  // namespace
+
+// Launches a kernel as soon as the one before it makes room, which saves a launch's time: it
+// begins with AwaitKernelBefore().
+template <class... Parameters, class... Args>
+static cudaError_t LaunchEarly(void (*kernel)(Parameters...), unsigned blocks, cudaStream_t stream,
+                               const Args&... args) {
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
 
 ExchangeLayout ExchangeLayout::Carve(char* base, int ranks, size_t bytes) {
   ExchangeLayout layout;
@@ -217,6 +289,9 @@ cudaError_t LaunchWait(const ExchangeCall& call, int half, int peer, cudaStream_
   Wait<<<1, kThreads, 0, stream>>>(call, half, peer);
   return cudaGetLastError();
 }
+cudaError_t LaunchEarlyWait(const ExchangeCall& call, int half, int peer, cudaStream_t stream) {
+  return LaunchEarly(&Wait, 1, stream, call, half, peer);
+}
 cudaError_t LaunchEnd(const ExchangeCall& call, int half, bool last, cudaStream_t stream) {
   End<<<1, kThreads, 0, stream>>>(call, half, last);
   return cudaGetLastError();
@@ -254,6 +329,17 @@ cudaError_t LaunchSum(const SumShape& wanted, int max_blocks, cudaStream_t strea
   return cudaGetLastError();
 }
 
+template <class T>
+cudaError_t LaunchFinish(const ExchangeCall& call, int half, bool last, const TileSumShape& shape,
+                         int max_blocks, cudaStream_t stream) {
+  const SumShape& s = shape.all;
+  const int64_t tiles = s.blocks * CeilDiv(s.rows, shape.tile) * CeilDiv(s.cols, shape.tile);
+  return LaunchEarly(&Finish<T>, static_cast<unsigned>(Min(tiles, max_blocks)), stream, call, half,
+                     last, shape);
+}
+
+template cudaError_t LaunchFinish<BFloat16>(const ExchangeCall&, int, bool, const TileSumShape&,
+                                            int, cudaStream_t);
 template cudaError_t LaunchSum<float>(const SumShape&, int, cudaStream_t);
 template cudaError_t LaunchSum<double>(const SumShape&, int, cudaStream_t);
 template cudaError_t LaunchSum<BFloat16>(const SumShape&, int, cudaStream_t);
@@ -262,7 +348,8 @@ template cudaError_t LaunchSum<Float16>(const SumShape&, int, cudaStream_t);
 std::vector<const void*> ExchangeKernels() {
   std::vector<const void*> kernels = {
       reinterpret_cast<const void*>(&Begin), reinterpret_cast<const void*>(&Arrive),
-      reinterpret_cast<const void*>(&Wait), reinterpret_cast<const void*>(&End)};
+      reinterpret_cast<const void*>(&Wait), reinterpret_cast<const void*>(&End),
+      reinterpret_cast<const void*>(&Finish<BFloat16>)};
   const auto add = [&](auto element) {
     using T = decltype(element);
     kernels.push_back(reinterpret_cast<const void*>(&SumKernel<T, 1>));

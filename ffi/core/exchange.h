@@ -83,6 +83,8 @@ cudaError_t CopyArrival(const ExchangeCall& call, int half, int peer, cudaStream
 // Arrive and Wait, of all, in one.
 cudaError_t LaunchArriveAndWait(const ExchangeCall& call, int half, cudaStream_t stream);
 cudaError_t LaunchWait(const ExchangeCall& call, int half, int peer, cudaStream_t stream);
+// The same, on GPUs that can launch a kernel before the one ahead of it in the stream is through.
+cudaError_t LaunchEarlyWait(const ExchangeCall& call, int half, int peer, cudaStream_t stream);
 cudaError_t LaunchEnd(const ExchangeCall& call, int half, bool last, cudaStream_t stream);
 
 // A matrix of `blocks` times [rows, cols].
@@ -98,6 +100,18 @@ struct SumShape {
 // out = the sum of the slots in rank order, by T (core/dtype.h).
 template <class T>
 cudaError_t LaunchSum(const SumShape& shape, int max_blocks, cudaStream_t stream);
+
+// The same for some tiles only: those with a mark, of [blocks][tiles of rows][tiles of columns].
+// All rows begin at 16 bytes. And End, once all is added.
+struct TileSumShape {
+  SumShape all;
+  const uint8_t* marks;
+  int tile;           // rows, and columns
+  uint32_t* through;  // 0 between calls
+};
+template <class T>
+cudaError_t LaunchFinish(const ExchangeCall& call, int half, bool last, const TileSumShape& shape,
+                         int max_blocks, cudaStream_t stream);
 
 // To be loaded before any runs.
 std::vector<const void*> ExchangeKernels();

@@ -52,6 +52,10 @@ constexpr size_t kFinalists = 5;
 constexpr int kRounds = 9;
 constexpr int kCalls = 3;  // of a round
 
+// How long a kernel that scatters looks for what a peer has sent: at least, and by the inner
+// dimension, which gives the time of a tile.
+constexpr uint64_t kPatienceNs = 10000, kPatienceNsOfInner = 8;
+
 double FlopsOf(const GemmKey& key) { return 2.0 * key.m * key.n * key.k * key.batch; }
 bool IsLong(const GemmKey& key) {
   return FlopsOf(key) >= (SizeOf(key.in) <= 2 ? kLongHalfFlops : kLongFlops);
@@ -218,9 +222,14 @@ std::unique_ptr<GpuLane> GpuGemm::State::MakeLane(int ordinal, Device* device, s
   auto lane = std::make_unique<GpuLane>();
   lane->ordinal = ordinal;
   constexpr size_t kWord = 256;
-  *error = AllocateForGood(ordinal, kWorkspaceBytes + kWord, &lane->workspace);
+  *error =
+      AllocateForGood(ordinal, kWorkspaceBytes + 3 * kWord + kMostScatterMarks, &lane->workspace);
   if (!error->empty()) return nullptr;
-  lane->busy = reinterpret_cast<int32_t*>(lane->workspace + kWorkspaceBytes);
+  char* const words = lane->workspace + kWorkspaceBytes;
+  lane->busy = reinterpret_cast<int32_t*>(words);
+  lane->scattered = reinterpret_cast<uint32_t*>(words + kWord);
+  lane->finished = reinterpret_cast<uint32_t*>(words + 2 * kWord);
+  lane->marks = reinterpret_cast<uint8_t*>(words + 3 * kWord);
   int least = 0, greatest = 0;  // priorities
   cudaDeviceGetStreamPriorityRange(&least, &greatest);
   for (cudaStream_t& stream : lane->streams) {
@@ -448,6 +457,26 @@ std::string GpuGemm::State::Run(const GemmPlan& plan, const Algorithm& algorithm
 std::string GpuGemm::Launch(const GpuLane& lane, const GemmPlan& plan, const void* x, const void* w,
                             const void* c, void* d, cudaStream_t stream) {
   return state_->Run(plan, plan.algorithm, x, w, c, d, lane.workspace, stream);
+}
+
+bool GpuGemm::ScattersInOne(int ordinal, const GemmKey& peer, const GemmKey& own,
+                            std::string* error) {
+  State::Device& device = state_->DeviceAt(ordinal);
+  std::lock_guard<std::mutex> lock(device.mutex);
+  if (!HopperScatterTakes(peer, own, device.properties)) return false;
+  const CurrentDevice current(ordinal);
+  *error = LoadHopperScatter(own);
+  return true;
+}
+
+std::string GpuGemm::LaunchScatter(const GpuLane& lane, HopperScatterCall call,
+                                   cudaStream_t stream) {
+  call.multiprocessors = state_->DeviceAt(lane.ordinal).properties.multiProcessorCount;
+  call.flags.done = lane.scattered;
+  call.flags.marks = lane.marks;
+  // A tile of a peer that began as this rank did comes within the time of one.
+  call.flags.patience_ns = kPatienceNs + kPatienceNsOfInner * call.own.k;
+  return LaunchHopperScatter(call, stream);
 }
 
 }  // namespace jax_overlap

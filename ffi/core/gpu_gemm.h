@@ -14,6 +14,7 @@
 #include <string>
 
 #include "core/gpu_gemm_key.h"
+#include "core/hopper_scatter.h"
 
 namespace jax_overlap {
 
@@ -24,8 +25,11 @@ struct GpuLane {
   static constexpr int kStreams = 3;
 
   int ordinal;
-  char* workspace;                 // of one product at a time
-  int32_t* busy;                   // 0 while there is no call
+  char* workspace;  // of one product at a time
+  int32_t* busy;    // 0 while there is no call
+  // Of core/hopper_scatter.h: tiles, blocks that have finished, and marks.
+  uint32_t *scattered, *finished;
+  uint8_t* marks;
   cudaStream_t streams[kStreams];  // beside that of a program, and ahead of it
 };
 
@@ -45,6 +49,11 @@ class GpuGemm {
   // Launches it. An error text.
   std::string Launch(const GpuLane& lane, const GemmPlan& plan, const void* x, const void* w,
                      const void* c, void* d, cudaStream_t stream);
+
+  // Whether these are one kernel (core/hopper_scatter.h), which is loaded then.
+  bool ScattersInOne(int ordinal, const GemmKey& peer, const GemmKey& own, std::string* error);
+  // Launches it: `call` without what is of the device. An error text.
+  std::string LaunchScatter(const GpuLane& lane, HopperScatterCall call, cudaStream_t stream);
 
  private:
   GpuGemm();

@@ -76,7 +76,10 @@ std::string MatmulGpuSite::Tune() const {
   std::string error;
   for (const auto& [ordinal, rank] : gpu_.LocalRanks()) {
     if (GpuGemm::Get().LaneOf(ordinal, &error) == nullptr) return error;
-    for (const MatmulStep& step : spec_.Program(rank, kLargeSlot)) {
+    std::vector<MatmulStep> steps = spec_.Program(rank, kLargeSlot);
+    error = spec_.Fuse(ordinal, &steps);
+    if (!error.empty()) return error;
+    for (const MatmulStep& step : steps) {
       if (step.kind != StepKind::kProduct) continue;
       if (GpuGemm::Get().PlanOf(ordinal, spec_.KeyOf(step), &error) == nullptr) return error;
     }

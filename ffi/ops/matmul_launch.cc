@@ -71,6 +71,14 @@ GemmKey MatmulSpec::KeyOf(const MatmulStep& step) const {
           align(step.d)};
 }
 
+std::string MatmulSpec::Fuse(int ordinal, std::vector<MatmulStep>* steps) const {
+  std::string error;
+  FuseScatter(steps, [&](const MatmulStep& peer, const MatmulStep& own) {
+    return error.empty() && GpuGemm::Get().ScattersInOne(ordinal, KeyOf(peer), KeyOf(own), &error);
+  });
+  return error;
+}
+
 uint64_t MatmulSpec::Hash() const {
   uint64_t hash = Mixed(static_cast<uint64_t>(kind), static_cast<uint64_t>(shape.cut));
   for (const uint64_t word :
@@ -150,6 +158,8 @@ std::string MatmulLaunches::Prepare() {
   std::string error;
   call_.busy = lane_.busy;
   TakeSteps();
+  error = spec_.Fuse(lane_.ordinal, &steps_);
+  if (!error.empty()) return error;
   if (steps_.empty()) {
     return "a row does not fit the slots of " + std::to_string(call_.layout.slot_bytes) +
            " bytes. Set JAX_OVERLAP_HEAP_BYTES to more, in all processes";
@@ -199,10 +209,15 @@ std::string MatmulLaunches::RunStep(size_t i, const Places& places, cudaStream_t
     case StepKind::kArrive: status = LaunchArrive(places.call, step.half, step.peer, on); break;
     case StepKind::kTell: status = CopyArrival(places.call, step.half, step.peer, on); break;
     case StepKind::kArriveAndWait: status = LaunchArriveAndWait(places.call, step.half, on); break;
+    case StepKind::kEarlyWait:
+      status = LaunchEarlyWait(places.call, step.half, step.peer, on);
+      break;
     case StepKind::kWait: status = LaunchWait(places.call, step.half, step.peer, on); break;
     case StepKind::kEnd: status = LaunchEnd(places.call, step.half, step.last, on); break;
     case StepKind::kCopy: status = Copy(step, places, on); break;
     case StepKind::kSum: status = Sum(step, places, on); break;
+    case StepKind::kScatter: return Scatter(i, places, on);
+    case StepKind::kFinish: status = Finish(step, places, on); break;
     case StepKind::kOrder:
       status = cudaEventRecord(events_[i], stream_of(step.of));
       if (status == cudaSuccess) status = cudaStreamWaitEvent(on, events_[i], 0);
@@ -216,6 +231,35 @@ std::string MatmulLaunches::RunStep(size_t i, const Places& places, cudaStream_t
     }
   }
   return status == cudaSuccess ? "" : cudaGetErrorString(status);
+}
+
+// The step after next is that of the own product.
+std::string MatmulLaunches::Scatter(size_t i, const Places& places, cudaStream_t stream) const {
+  const MatmulStep &peer = steps_[i], &own = steps_[i + 2];
+  const auto at = [&](const Place& place) {
+    return places.At(place, own.half, spec_.SizeAt(place));
+  };
+  Place slot = own.c.place;
+  slot.index = slot.peer;
+  const GpuChannel& channel = places.call.channel;
+  const ExchangeHalf& half = places.call.layout.half[own.half];
+  const GemmKey peer_key = spec_.KeyOf(peer), own_key = spec_.KeyOf(own);
+  HopperScatterCall call = {peer_key,
+                            own_key,
+                            at(peer.x.place),
+                            at(peer.w.place),
+                            at(peer.d.place),
+                            at(own.x.place),
+                            at(own.w.place),
+                            at(own.c.place),
+                            at(own.d.place),
+                            at(slot),
+                            {},
+                            0};
+  call.flags.telling = &half.telling->value;
+  call.flags.arrived = &half.arrived[peer.peer].value;
+  call.flags.arrived_there = channel.At(&half.arrived[channel.shape.rank].value, peer.peer);
+  return GpuGemm::Get().LaunchScatter(lane_, call, stream);
 }
 
 // As few copies as there can be: of all, of blocks, or of rows.
@@ -245,22 +289,35 @@ cudaError_t MatmulLaunches::Copy(const MatmulStep& step, const Places& places,
   return status;
 }
 
-cudaError_t MatmulLaunches::Sum(const MatmulStep& step, const Places& places,
-                                cudaStream_t stream) const {
-  Place first = step.x.place;
+// Of the slots, in which `from` lies, to d.
+SumShape MatmulLaunches::SumOf(const MatmulStep& step, const Rows& from,
+                               const Places& places) const {
+  Place first = from.place;
   first.index = 0;
   const int64_t size = SizeOf(spec_.out);
-  const SumShape shape{step.batch,
-                       step.m,
-                       step.n,
-                       places.At(first, step.half, size),
-                       call_.layout.slot_bytes,
-                       spec_.shape.ranks,
-                       step.x.block,
-                       step.x.ld,
-                       places.At(step.d.place, step.half, size),
-                       step.d.block,
-                       step.d.ld};
+  return {step.batch,
+          step.m,
+          step.n,
+          places.At(first, step.half, size),
+          call_.layout.slot_bytes,
+          spec_.shape.ranks,
+          from.block,
+          from.ld,
+          places.At(step.d.place, step.half, size),
+          step.d.block,
+          step.d.ld};
+}
+
+cudaError_t MatmulLaunches::Finish(const MatmulStep& step, const Places& places,
+                                   cudaStream_t stream) const {
+  return LaunchFinish<BFloat16>(
+      places.call, step.half, step.last,
+      {SumOf(step, step.c, places), lane_.marks, kScatterTile, lane_.finished}, kSumBlocks, stream);
+}
+
+cudaError_t MatmulLaunches::Sum(const MatmulStep& step, const Places& places,
+                                cudaStream_t stream) const {
+  const SumShape shape = SumOf(step, step.x, places);
   switch (spec_.out) {
     case GemmType::kF64: return LaunchSum<double>(shape, kSumBlocks, stream);
     case GemmType::kBF16: return LaunchSum<BFloat16>(shape, kSumBlocks, stream);

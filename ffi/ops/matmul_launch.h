@@ -26,6 +26,8 @@ struct MatmulSpec {
   size_t results() const { return kind == MatmulKind::kGather ? shape.products.size() : 1; }
   // The steps of a rank, for slots of so many elements.
   std::vector<MatmulStep> Program(int rank, int64_t slot) const;
+  // Where a device has one kernel for several steps, makes them that. An error text.
+  std::string Fuse(int ordinal, std::vector<MatmulStep>* steps) const;
   // Bytes of an element at a place.
   int64_t SizeAt(const Place& place) const;
   GemmKey KeyOf(const MatmulStep& step) const;
@@ -69,6 +71,9 @@ class MatmulLaunches {
   std::string RunStep(size_t i, const Places& places, cudaStream_t stream) const;
   cudaError_t Copy(const MatmulStep& step, const Places& places, cudaStream_t stream) const;
   cudaError_t Sum(const MatmulStep& step, const Places& places, cudaStream_t stream) const;
+  SumShape SumOf(const MatmulStep& step, const Rows& from, const Places& places) const;
+  std::string Scatter(size_t i, const Places& places, cudaStream_t stream) const;
+  cudaError_t Finish(const MatmulStep& step, const Places& places, cudaStream_t stream) const;
 
   const MatmulSpec spec_;
   const GpuLane& lane_;

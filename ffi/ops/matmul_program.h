@@ -11,6 +11,11 @@
 //
 //             begin | part of the peer -> there | arrive, wait | part r | end
 //
+//             or, in bfloat16 on Hopper, in one kernel that tells the peer itself and adds
+//             what has come by then; what has not is added after it (FuseScatter):
+//
+//             begin | part of the peer -> there, part r | wait | finish | end
+//
 //             With more the slots are summed, in rank order:
 //
 //             begin | part r+1 -> its owner | r+2 .. | arrive | part r | wait | sum | end
@@ -63,10 +68,13 @@ enum class StepKind {
   kCopy,           // d = x
   kArrive,         // tells `peer` (-1: all) that its slot is filled
   kTell,           // the same, by the copy engine
+  kEarlyWait,      // kWait for what the kernel before it tells
   kWait,           // until `peer` (-1: all) has filled the slot here
   kArriveAndWait,  // both, of all
   kSum,            // d = the sum of the slots here, in rank order
   kEnd,            // the slots here may be written again
+  kScatter,        // a product for the peer and, in the same kernel, the own one (FuseScatter)
+  kFinish,         // what of the own one kScatter could not add, and kEnd
   kOrder,          // `stream` goes on when what `of` was given is done
 };
 
@@ -151,5 +159,35 @@ class MatmulProgram {
   int half_ = 0;  // of the products that are added
   std::vector<MatmulStep> steps_;
 };
+
+// Where a product for the only peer, its arrival, the own product and the end follow one
+// another and `fits` takes both products, makes them
+//
+//   kScatter    d = x w there, and tells the peer; then, with the operands of the own product's
+//               step, tile by tile: d = c + x w where c has come, x w to the slot for the own
+//               rank where it has not
+//   kEarlyWait  for the peer
+//   kFinish     d = the sum of the slots for these tiles; the end
+//
+// so that nothing is idle between the two, and what is stored there takes no time of its own.
+template <class Fits>
+void FuseScatter(std::vector<MatmulStep>* steps, const Fits& fits) {
+  for (size_t i = 0; i + 3 < steps->size(); ++i) {
+    MatmulStep &peer = (*steps)[i], &arrival = (*steps)[i + 1], &own = (*steps)[i + 2];
+    const bool products = peer.kind == StepKind::kProduct && own.kind == StepKind::kProduct &&
+                          arrival.kind == StepKind::kArriveAndWait &&
+                          (*steps)[i + 3].kind == StepKind::kEnd;
+    if (!products || peer.d.place.space != Space::kSlot || peer.over_peers || peer.accumulates ||
+        !own.accumulates || own.c.place.space != Space::kSlot || !fits(peer, own)) {
+      continue;
+    }
+    peer.kind = StepKind::kScatter;
+    peer.peer = peer.d.place.peer;
+    arrival.kind = StepKind::kEarlyWait;
+    own.kind = StepKind::kFinish;
+    own.last = (*steps)[i + 3].last;
+    steps->erase(steps->begin() + i + 3);
+  }
+}
 
 }  // namespace jax_overlap

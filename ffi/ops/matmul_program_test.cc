@@ -30,8 +30,9 @@ std::vector<MatmulStep> ProgramOf(const MatmulAllReduce&, const MatmulCase& c, i
 template <class Op>
 class ProgramTest {
  public:
-  // Calls in a row, of which no rank waits for the others but by its steps.
-  ProgramTest(const std::vector<MatmulCase>& cases, int64_t slot, unsigned seed)
+  // Calls in a row, of which no rank waits for the others but by its steps. `fuses`: as where
+  // one kernel scatters.
+  ProgramTest(const std::vector<MatmulCase>& cases, int64_t slot, unsigned seed, bool fuses)
       : cases_(cases), ranks_(cases[0].shape.ranks), slot_(slot), random_(seed) {
     for (int r = 0; r < ranks_; ++r) {
       Rank rank;
@@ -49,7 +50,16 @@ class ProgramTest {
         for (size_t i = 0; i < input.size(); ++i) input[i] = static_cast<float>(in.At(r, i));
         rank.inputs.push_back(input);
         rank.outputs.push_back(std::vector<float>(sizes.outputs.back(), 1e9f));
-        for (const MatmulStep& step : ProgramOf(Op{}, cases[c], r, slot)) Give(&rank, step, c);
+        std::vector<MatmulStep> steps = ProgramOf(Op{}, cases[c], r, slot);
+        if (fuses) FuseScatter(&steps, Fits);
+        for (size_t i = 0; i < steps.size(); ++i) {
+          if (steps[i].kind == StepKind::kScatter) {
+            GiveScatter(&rank, steps[i], steps[i + 2], c);
+            ++fused_;
+          } else {
+            Give(&rank, steps[i], c);
+          }
+        }
       }
       team_.push_back(std::move(rank));
     }
@@ -75,6 +85,7 @@ class ProgramTest {
     }
     Check();
   }
+  int fused() const { return fused_; }
 
  private:
   struct Given {
@@ -82,6 +93,9 @@ class ProgramTest {
     size_t call;
     size_t after;  // of kOrder: how many steps of the other stream
   };
+  static bool Fits(const MatmulStep& peer, const MatmulStep& own) {
+    return peer.m == own.m && peer.n == own.n && peer.k == own.k && peer.batch == own.batch;
+  }
   struct Half {
     int64_t epoch = 0, telling = 0;
     std::vector<int64_t> arrived, ready;
@@ -92,9 +106,21 @@ class ProgramTest {
     std::vector<std::vector<float>> inputs, outputs;  // of each call
     std::deque<Given> queue[kMatmulStreams];
     std::vector<size_t> given, done;
+    std::vector<bool> marks;  // of the elements of a kScatter
   };
 
+  // Its parts, between which others go on: all is there, and told, before the own tiles.
+  static void GiveScatter(Rank* rank, MatmulStep peer, MatmulStep own, size_t call) {
+    peer.kind = StepKind::kProduct;
+    Give(rank, peer, call);
+    peer.kind = StepKind::kArrive;
+    Give(rank, peer, call);
+    own.kind = StepKind::kScatter;
+    Give(rank, own, call);
+  }
+
   static void Give(Rank* rank, MatmulStep step, size_t call) {
+    if (step.kind == StepKind::kEarlyWait) step.kind = StepKind::kWait;
     if (step.kind == StepKind::kArriveAndWait) {
       step.kind = StepKind::kArrive;
       Give(rank, step, call);
@@ -148,14 +174,17 @@ class ProgramTest {
           if (s.peer < 0 || s.peer == p) team_[p].halves[s.half].arrived[r] = half.epoch + 1;
         }
         return;
-      case StepKind::kEnd:
-        ++half.epoch;
-        for (int p = 0; p < ranks_; ++p) team_[p].halves[s.half].ready[r] = half.epoch;
-        // Whoever reads a slot later reads what nobody sent.
-        std::fill_n(team_[r].heap.begin() + s.half * ranks_ * slot_, ranks_ * slot_, -1e9f);
-        return;
+      case StepKind::kEnd: End(r, s); return;
+      case StepKind::kScatter: team_[r].marks.assign(s.batch * s.m * s.n, false); [[fallthrough]];
       case StepKind::kProduct:
         for (int64_t b = 0; b < s.batch; ++b) Multiply(r, given, b);
+        return;
+      case StepKind::kFinish:
+        for (size_t i = 0; i < team_[r].marks.size(); ++i) {
+          const int64_t n = s.n, m = s.m, at = static_cast<int64_t>(i);
+          if (team_[r].marks[i]) AddSlots(r, given, s.c, at / n / m, at / n % m, at % n);
+        }
+        End(r, s);
         return;
       case StepKind::kCopy:
       case StepKind::kSum:
@@ -167,6 +196,14 @@ class ProgramTest {
     }
   }
 
+  void End(int r, const MatmulStep& s) {
+    Half& half = team_[r].halves[s.half];
+    ++half.epoch;
+    for (int p = 0; p < ranks_; ++p) team_[p].halves[s.half].ready[r] = half.epoch;
+    // Whoever reads a slot later reads what nobody sent.
+    std::fill_n(team_[r].heap.begin() + s.half * ranks_ * slot_, ranks_ * slot_, -1e9f);
+  }
+
   void Multiply(int r, const Given& given, int64_t b) {
     const MatmulStep& s = given.step;
     const float* const x = At(r, given, s.x.place) + b * s.x.block;
@@ -175,13 +212,23 @@ class ProgramTest {
     float* const d =
         At(r, given, s.d.place, s.over_peers ? b : 0) + (s.over_peers ? 0 : b * s.d.block);
     std::vector<float> result(s.m * s.n);
+    // Of kScatter: what has come is added, if it is seen in time.
+    const bool scatters = s.kind == StepKind::kScatter;
+    const Half& half = team_[r].halves[s.half];
+    const bool came = half.arrived[1 - r] == half.epoch + 1;
+    Place slot = s.c.place;
+    slot.index = slot.peer;
     for (int64_t i = 0; i < s.m; ++i) {
       for (int64_t j = 0; j < s.n; ++j) {
-        float sum = c == nullptr ? 0 : c[i * s.c.ld + j];
+        const bool adds = !scatters || (came && random_() % 4 != 0);
+        float sum = c == nullptr || !adds ? 0 : c[i * s.c.ld + j];
         for (int64_t k = 0; k < s.k; ++k) {
           sum += x[i * s.x.ld + k] * w[s.transposed ? j * s.w.ld + k : k * s.w.ld + j];
         }
-        result[i * s.n + j] = sum;
+        result[i * s.n + j] = adds ? sum : 1e9f;
+        if (adds) continue;
+        At(r, given, slot)[b * s.c.block + i * s.c.ld + j] = sum;
+        team_[r].marks[(b * s.m + i) * s.n + j] = true;
       }
     }
     for (int64_t i = 0; i < s.m * s.n; ++i) d[i / s.n * s.d.ld + i % s.n] = result[i];
@@ -189,15 +236,22 @@ class ProgramTest {
 
   void CopyOrSum(int r, const Given& given, int64_t b, int64_t i, int64_t j) {
     const MatmulStep& s = given.step;
-    const int64_t from = b * s.x.block + i * s.x.ld + j;
-    float sum = 0;
-    if (s.kind == StepKind::kCopy) {
-      sum = At(r, given, s.x.place)[from];
+    if (s.kind == StepKind::kSum) {
+      AddSlots(r, given, s.x, b, i, j);
     } else {
-      Place slot = s.x.place;
-      for (slot.index = 0; slot.index < ranks_; ++slot.index) sum += At(r, given, slot)[from];
+      At(r, given, s.d.place)[b * s.d.block + i * s.d.ld + j] =
+          At(r, given, s.x.place)[b * s.x.block + i * s.x.ld + j];
     }
-    At(r, given, s.d.place)[b * s.d.block + i * s.d.ld + j] = sum;
+  }
+
+  void AddSlots(int r, const Given& given, const Rows& from, int64_t b, int64_t i, int64_t j) {
+    const Rows& to = given.step.d;
+    Place slot = from.place;
+    float sum = 0;
+    for (slot.index = 0; slot.index < ranks_; ++slot.index) {
+      sum += At(r, given, slot)[b * from.block + i * from.ld + j];
+    }
+    At(r, given, to.place)[b * to.block + i * to.ld + j] = sum;
   }
 
   void Check() {
@@ -223,6 +277,7 @@ class ProgramTest {
   const int64_t slot_;
   std::mt19937 random_;
   std::vector<Rank> team_;
+  int fused_ = 0;
 };
 
 // Shapes in which something is to be computed: others never come to a GPU.
@@ -242,13 +297,22 @@ int RunAll() {
   int passed = 0;
   for (const int ranks : {2, 3, 4, 5, 8}) {
     for (const int64_t slot : {1 << 20, 1000, 600}) {
-      ProgramTest<Op>(Cases<Op>(ranks), slot, ranks + slot).Run();
+      ProgramTest<Op>(Cases<Op>(ranks), slot, ranks + slot, false).Run();
+      ++passed;
+    }
+  }
+  for (unsigned seed = 0; seed < 8; ++seed) {
+    for (const int64_t slot : {1 << 20, 600}) {
+      ProgramTest<Op> test(Cases<Op>(2), slot, seed, true);
+      test.Run();
+      JO_CHECK((test.fused() > 0) != Op::kGathers);
       ++passed;
     }
   }
   // The same call again and again: slots are reused.
-  ProgramTest<Op>(std::vector<MatmulCase>(50, Cases<Op>(3)[1]), 64, 1).Run();
-  return passed + 1;
+  ProgramTest<Op>(std::vector<MatmulCase>(50, Cases<Op>(3)[1]), 64, 1, false).Run();
+  ProgramTest<Op>(std::vector<MatmulCase>(50, Cases<Op>(2)[1]), 64, 1, true).Run();
+  return passed + 2;
 }
 
 // A slot that takes no row.

@@ -251,6 +251,22 @@ class Team {
   std::vector<std::unique_ptr<MatmulLaunches>> launches_[kMaxRanks];
 };
 
+// What Hopper's own kernels take, of which two ranks scatter in one (core/hopper_scatter.h): a
+// few tiles, the last ones ragged, also of several matrices.
+template <class Op>
+std::vector<MatmulCase> TiledCases(int ranks) {
+  const size_t p = ranks, rows = Op::kScatters ? p : 1;
+  std::vector<MatmulCase> cases;
+  for (const bool t : {false, true}) {
+    cases.push_back({{Cut::kRows, ranks, 1, 1, 450 * rows, {{16, 264, t}}}});
+    cases.push_back({{Cut::kRows, ranks, 2, 1, 220 * rows, {{24, 136, t}}}});
+    if (!Op::kScatters) continue;
+    cases.push_back({{Cut::kBatch, ranks, 3 * p, 1, 210, {{8, 128, t}}}});
+    cases.push_back({{Cut::kCols, ranks, 1, 1, 250, {{16, 136 * p, t}}}});
+  }
+  return cases;
+}
+
 template <class Op>
 std::vector<MatmulCase> Cases(int ranks) {
   std::vector<MatmulCase> cases;
@@ -267,11 +283,17 @@ std::vector<MatmulCase> Cases(int ranks) {
   return cases;
 }
 
-constexpr size_t kLarge = 16 << 20, kSmall = 64 << 10;  // an exchange; the small one: in rounds
+// Of an exchange; with less in a few rounds, and in many.
+constexpr size_t kLarge = 16 << 20, kSome = 512 << 10, kSmall = 64 << 10;
 
 template <class Op, class T>
 int Values(int ranks, size_t bytes) {
-  Team<Op, T> team(Cases<Op>(ranks), bytes);
+  std::vector<MatmulCase> cases = Cases<Op>(ranks);
+  // Not in more rounds than a stream takes launches: one thread makes those of all ranks.
+  if (bytes == kLarge) {
+    for (const MatmulCase& c : TiledCases<Op>(ranks)) cases.push_back(c);
+  }
+  Team<Op, T> team(cases, bytes);
   team.Run();
   team.Check();
   return 1;
@@ -291,12 +313,29 @@ int Stragglers(int ranks) {
   return ranks;
 }
 
+// One that is late has not sent in time what could be added at once.
+template <class Op>
+int Scattered() {
+  std::vector<MatmulCase> calls;
+  for (int i = 0; i < 3; ++i) {
+    for (const MatmulCase& c : TiledCases<Op>(2)) calls.push_back(c);
+  }
+  for (const size_t bytes : {kLarge, kSome}) {
+    for (int late = -1; late < 2; ++late) {
+      Team<Op, BFloat16> team(calls, bytes);
+      team.Run(late);
+      team.Check();
+    }
+  }
+  return 6;
+}
+
 // A rank that does not come: the others name it and give no numbers. When it comes at last
 // it finds out that they have failed, or is in vain as well: it has no wrong numbers.
 template <class Op>
 int Absent(int ranks, int absent) {
   constexpr uint64_t kShort = 100 * 1000 * 1000;
-  const MatmulCase one = Cases<Op>(ranks)[0];
+  const MatmulCase one = TiledCases<Op>(ranks)[0];
   Team<Op, BFloat16> team({one, one}, kLarge, kShort);
   team.Run(-1, absent);
   for (int r = 0; r < ranks; ++r) {
@@ -358,6 +397,7 @@ int All(bool brief) {
     passed += Values<Op, Float16>(ranks, kSmall) + Values<Op, double>(ranks, kSmall);
     passed += Stragglers<Op>(ranks);
   }
+  if (!Op::kGathers) passed += Scattered<Op>();
   passed += Absent<Op>(2, 1) + Absent<Op>(3, 0) + FailsLater<Op>(3) + Mismatch<Op>(2);
   return passed + Mismatch<Op>(4);
 }

@@ -1,0 +1,10 @@
+#include "core/hopper_scatter.cuh"
+
+namespace jax_overlap {
+
+std::string LaunchHopperScatterBF16(const HopperScatterCall* call, cudaStream_t stream) {
+  using Scatter = HopperScatter<cutlass::bfloat16_t, false>;
+  return call == nullptr ? Scatter::Load() : Scatter::Launch(*call, stream);
+}
+
+}  // namespace jax_overlap
