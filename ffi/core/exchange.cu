@@ -194,28 +194,40 @@ __global__ void SumKernel(const __grid_constant__ SumShape s) {
   }
 }
 
-// A block has a tile at a time, and the last one to be through ends the round.
+template <class T>
+__device__ void SumTile(const TileSumShape& a, int64_t tile) {
+  constexpr int kCount = 16 / sizeof(T);
+  const SumShape& s = a.all;
+  const int64_t across = CeilDiv(s.cols, a.tile), down = CeilDiv(s.rows, a.tile);
+  const int64_t block = tile / across / down;
+  const int64_t row = tile / across % down * a.tile, col = tile % across * a.tile;
+  const int64_t rows = Min(a.tile, s.rows - row), groups = Min(a.tile, s.cols - col) / kCount;
+  const char* const from = s.slots + (block * s.block + row * s.ld + col) * sizeof(T);
+  T* const to = static_cast<T*>(s.out) + block * s.out_block + row * s.out_ld + col;
+  for (int64_t i = threadIdx.x; i < rows * groups; i += blockDim.x) {
+    const int64_t r = i / groups, g = i % groups;
+    reinterpret_cast<Group<T, kCount>*>(to + r * s.out_ld)[g] =
+        SumOfSlots<T, kCount>(s, from + r * s.ld * sizeof(T), g);
+  }
+}
+
+// A block has every so many tiles. The last one to be through ends the round.
 template <class T>
 __global__ void Finish(const __grid_constant__ ExchangeCall call, int half, bool last,
                        const __grid_constant__ TileSumShape a) {
   AwaitKernelBefore();
   __shared__ Status status;
-  __shared__ bool ends;
-  constexpr int kCount = 16 / sizeof(T);
+  __shared__ bool ends, marked[kThreads];
   const SumShape& s = a.all;
-  const int64_t across = CeilDiv(s.cols, a.tile), down = CeilDiv(s.rows, a.tile);
-  for (int64_t at = blockIdx.x; at < s.blocks * down * across; at += gridDim.x) {
-    if (a.marks[at] == 0) continue;
-    const int64_t block = at / across / down;
-    const int64_t row = at / across % down * a.tile, col = at % across * a.tile;
-    const int64_t rows = Min(a.tile, s.rows - row), groups = Min(a.tile, s.cols - col) / kCount;
-    const char* const from = s.slots + (block * s.block + row * s.ld + col) * sizeof(T);
-    T* const to = static_cast<T*>(s.out) + block * s.out_block + row * s.out_ld + col;
-    for (int64_t i = threadIdx.x; i < rows * groups; i += blockDim.x) {
-      const int64_t r = i / groups, g = i % groups;
-      reinterpret_cast<Group<T, kCount>*>(to + r * s.out_ld)[g] =
-          SumOfSlots<T, kCount>(s, from + r * s.ld * sizeof(T), g);
+  const int64_t tiles = s.blocks * CeilDiv(s.rows, a.tile) * CeilDiv(s.cols, a.tile);
+  for (int64_t first = blockIdx.x; first < tiles; first += int64_t{kThreads} * gridDim.x) {
+    const int64_t mine = first + int64_t{threadIdx.x} * gridDim.x;
+    marked[threadIdx.x] = mine < tiles && a.marks[mine] != 0;
+    if (!__syncthreads_or(marked[threadIdx.x])) continue;
+    for (int i = 0; i < kThreads; ++i) {
+      if (marked[i]) SumTile<T>(a, first + int64_t{i} * gridDim.x);
     }
+    __syncthreads();
   }
   __syncthreads();  // this block has read what it adds
   if (threadIdx.x == 0) {

@@ -16,10 +16,12 @@
 //                                                          Wait for it; reads slot a
 //          ready b = epoch + 1 <---------------------------- End; epoch + 1
 //
-// All of them are one block; the large kernels in between never wait, so no multiprocessor
-// is held by a wait that its own producers need. Which calls use the slots, and in which
-// order, has to be the same on all ranks, and one after the other on each: a call says what
-// it is (24 bits) where it arrives, and a word tells whether another one is under way.
+// All of them are one block; the large kernels in between never wait for long
+// (core/hopper_scatter.h), so no multiprocessor is held by a wait that its own producers need.
+// Finish adds what such a kernel has left, in many blocks, of which the last one is End. Which
+// calls use the slots, and in which order, has to be the same on all ranks, and one after the
+// other on each: a call says what it is (24 bits) where it arrives, and a word tells whether
+// another one is under way.
 //
 // After a wait in vain a rank cannot keep its products from overwriting what a peer may
 // still read. So it first revokes, for good, what it sends: a peer looks at that after it
@@ -72,8 +74,8 @@ struct ExchangeCall {
   } results[kMostResults];
 };
 
-// Each of them but CopyArrival, which is for one peer, launches one block. `peer`: -1 is all of
-// them.
+// Each of them but CopyArrival, which is for one peer, and Finish launches one block. `peer`: -1
+// is all of them.
 cudaError_t LaunchBegin(const ExchangeCall& call, int half, bool first, cudaStream_t stream);
 cudaError_t LaunchArrive(const ExchangeCall& call, int half, int peer, cudaStream_t stream);
 // The same as Arrive for what was copied on this stream, by the copy engine, whose copies on a

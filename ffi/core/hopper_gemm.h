@@ -1,4 +1,5 @@
-// Products on Hopper by CUTLASS: another choice beside those of cuBLASLt (core/gpu_gemm.h).
+// Products on Hopper by CUTLASS: another choice beside those of cuBLASLt (core/gpu_gemm.h). Two
+// that scatter are core/hopper_scatter.h.
 //
 // Two groups of warps take turns (pingpong): while one of them multiplies, the other adds c,
 // which has been loaded meanwhile, and stores. cuBLASLt's kernels are as fast without a c;

@@ -1,7 +1,6 @@
 #include "core/hopper_scatter.h"
 
 #include "core/hopper_gemm.h"
-#include "core/schedule.h"
 
 namespace jax_overlap {
 

@@ -135,17 +135,18 @@ class ScatterEpilogue : public Base {
                                         void* workspace) {
     const auto half = HalfOf(problem);
     const auto own = Base::to_underlying_arguments(half, args.own, workspace);
-    const auto tiles = [](int n, int size) { return static_cast<uint32_t>((n + size - 1) / size); };
     const auto [m, n, k, batch] = half;
+    const auto tiles_m = static_cast<uint32_t>(CeilDiv(m, kScatterTile));
+    const auto tiles_n = static_cast<uint32_t>(CeilDiv(n, kScatterTile));
     // A cluster is of two tiles of rows, of which the second may be empty.
-    const uint32_t peer_tiles = batch * tiles(m, 2 * kScatterTile) * 2 * tiles(n, kScatterTile);
+    const auto peer_tiles = static_cast<uint32_t>(batch * RoundUp(tiles_m, 2) * tiles_n);
     return {Base::to_underlying_arguments(half, args.peer, workspace),
             own,
             Base::to_underlying_arguments(half, args.slot, workspace),
             args.flags,
             peer_tiles,
-            tiles(m, kScatterTile),
-            tiles(n, kScatterTile),
+            tiles_m,
+            tiles_n,
             own.tma_transaction_bytes};
   }
   template <class Problem>
@@ -376,6 +377,13 @@ struct HopperScatter {
     write(args.epilogue.slot, 0, call.c, call.slot, strides(call.own.ldc, call.own.c_block));
     args.epilogue.flags = call.flags;
     args.hw_info.sm_count = call.multiprocessors;
+    // Tiles of several columns one after the other find more of x in the cache; where no tiles
+    // have to be added for that, as those of the peer are counted.
+    const int64_t tiles_m = CeilDiv(key.m, kScatterTile), tiles_n = CeilDiv(key.n, kScatterTile);
+    args.scheduler.max_swizzle_size = 1;
+    for (const int size : {2, 4}) {
+      if (tiles_m % (2 * size) == 0 && tiles_n % size == 0) args.scheduler.max_swizzle_size = size;
+    }
     Gemm gemm;
     cutlass::Status status = Gemm::can_implement(args);
     // Launched before the kernel ahead of it is through, for which it waits.

@@ -17,6 +17,7 @@
 #include <string>
 
 #include "core/gpu_gemm_key.h"
+#include "core/schedule.h"
 
 namespace jax_overlap {
 
@@ -46,8 +47,7 @@ struct HopperScatterCall {
 };
 
 inline int64_t ScatterMarks(const GemmKey& key) {
-  const auto tiles = [](int64_t n) { return (n + kScatterTile - 1) / kScatterTile; };
-  return key.batch * tiles(key.m) * tiles(key.n);
+  return key.batch * CeilDiv(key.m, kScatterTile) * CeilDiv(key.n, kScatterTile);
 }
 
 // Whether there is a kernel for it in this build, and `device` can run it.

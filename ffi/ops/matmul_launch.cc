@@ -10,6 +10,8 @@ namespace {
 
 // A sum is bound by memory, and nothing waits in it.
 constexpr int kSumBlocks = 528;
+// Mostly there is little to finish, and each block takes time to begin.
+constexpr int kFinishBlocks = 264;
 
 // The largest power of two, up to kAlign, of which `bytes` is a multiple.
 int32_t AlignOf(int64_t bytes) {
@@ -312,7 +314,8 @@ cudaError_t MatmulLaunches::Finish(const MatmulStep& step, const Places& places,
                                    cudaStream_t stream) const {
   return LaunchFinish<BFloat16>(
       places.call, step.half, step.last,
-      {SumOf(step, step.c, places), lane_.marks, kScatterTile, lane_.finished}, kSumBlocks, stream);
+      {SumOf(step, step.c, places), lane_.marks, kScatterTile, lane_.finished}, kFinishBlocks,
+      stream);
 }
 
 cudaError_t MatmulLaunches::Sum(const MatmulStep& step, const Places& places,

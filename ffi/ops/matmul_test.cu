@@ -183,6 +183,31 @@ class Team {
       }
     }
   }
+  // Some elements of a scattered sum of rows, where what each rank adds is rounded first.
+  void CheckRounded(int r, size_t c) const {
+    const MatmulSizes<Op> sizes(cases_[c]);
+    const MatmulInputs<Op> in{sizes, static_cast<int>(c)};
+    const MatmulShape& s = cases_[c].shape;
+    const size_t inner = s.products[0].inner, cols = s.products[0].cols;
+    std::vector<T> result(sizes.outputs.back());
+    JO_CUDA(cudaMemcpy(result.data(), results_[r][c][0].data, result.size() * sizeof(T),
+                       cudaMemcpyDeviceToHost));
+    for (size_t i = 0; i < result.size(); i += 997) {
+      const size_t row = r * (s.rows / ranks_) + i / cols, col = i % cols;
+      Acc<T> sum = 0;
+      for (int source = 0; source < ranks_; ++source) {
+        int one = 0;
+        for (size_t k = 0; k < inner; ++k) {
+          one += in.X(source, 0, 0, row, k) * in.W(source, 0, 0, k, col, inner);
+        }
+        sum = Add(sum, Numeric<T>::Widen(FromInt<T>(one)));
+      }
+      const T right = Numeric<T>::Narrow(sum);
+      JO_CHECK_IN(memcmp(&result[i], &right, sizeof(T)) == 0, "rank %d, element %zu: %g for %g", r,
+                  i, static_cast<double>(Numeric<T>::Widen(result[i])),
+                  static_cast<double>(Numeric<T>::Widen(right)));
+    }
+  }
   void CheckPoisoned(int r, size_t c) const {
     for (const ExchangeCall::Result& result : results_[r][c]) {
       std::vector<T> part(result.bytes / sizeof(T));
@@ -330,6 +355,23 @@ int Scattered() {
   return 6;
 }
 
+// More tiles than there are multiprocessors, and a long sum; whoever is late, the same bits.
+int ScatteredLarge() {
+  for (const bool t : {false, true}) {
+    // The last tiles are ragged, or those of several columns follow one another.
+    const size_t rows = t ? 1024 : 1280, cols = t ? 2048 : 2056;
+    const MatmulCase one = {{Cut::kRows, 2, 1, 1, 2 * rows, {{1032, cols, t}}}};
+    for (int late = -1; late < 2; ++late) {
+      Team<MatmulReduceScatter, BFloat16> team({one, one}, 32 << 20);
+      team.Run(late);
+      for (int r = 0; r < 2; ++r) {
+        for (int call = 0; call < 2; ++call) team.CheckRounded(r, call);
+      }
+    }
+  }
+  return 6;
+}
+
 // A rank that does not come: the others name it and give no numbers. When it comes at last
 // it finds out that they have failed, or is in vain as well: it has no wrong numbers.
 template <class Op>
@@ -413,7 +455,9 @@ int main(int argc, char** argv) {
   const bool brief = mode == "short";
   const std::string op = argc > 2 ? argv[2] : "";
   int passed = 0;
-  if (op.empty() || op == "scatter") passed += All<MatmulReduceScatter>(brief);
+  if (op.empty() || op == "scatter") {
+    passed += All<MatmulReduceScatter>(brief) + (brief ? 0 : ScatteredLarge());
+  }
   if (op.empty() || op == "gather") passed += All<AllGatherMatmul>(brief);
   if (op.empty() || op == "reduce") passed += All<MatmulAllReduce>(brief);
   std::printf("matmul_test (CUDA, %zu devices): %d passed, 0 failed\n", Devices().size(), passed);

@@ -8,8 +8,10 @@ of H200s. The launches are from benchmarks/matmul_launches_gpu_h200.json, taken 
 links. Of NVLink and NCCL they are what plain copies and jax.lax took between two GPUs:
 390 GB/s each way by the copy engine, and for NCCL a fifth more time than that and 30 us
 in a program. There matmul_reduce_scatter took 0.94-1.05 of what is predicted, and with
-NCCL 0.84-1.07 (benchmarks/nvlink_h200.json). On other GPUs matmuls and links are
-slower, or faster, by about the same.
+NCCL 0.84-1.07 (benchmarks/nvlink_h200.json); since then two ranks with bfloat16 on
+Hopper have had one kernel for both products, in which tiles for the peer are under way
+while the own ones are computed: the model knows nothing of that. On other GPUs matmuls
+and links are slower, or faster, by about the same.
 """
 
 from __future__ import annotations
