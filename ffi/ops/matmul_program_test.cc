@@ -215,7 +215,7 @@ class ProgramTest {
     // Of kScatter: what has come is added, if it is seen in time.
     const bool scatters = s.kind == StepKind::kScatter;
     const Half& half = team_[r].halves[s.half];
-    const bool came = half.arrived[1 - r] == half.epoch + 1;
+    const bool came = scatters && half.arrived[1 - r] == half.epoch + 1;
     Place slot = s.c.place;
     slot.index = slot.peer;
     for (int64_t i = 0; i < s.m; ++i) {
