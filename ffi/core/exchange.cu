@@ -232,8 +232,7 @@ __global__ void Finish(const __grid_constant__ ExchangeCall call, int half, bool
   __syncthreads();  // this block has read what it adds
   if (threadIdx.x == 0) {
     __threadfence();
-    ends = atomicAdd(a.through, 1) + 1 == gridDim.x;
-    if (ends) *a.through = 0;
+    ends = atomicInc(a.through, gridDim.x - 1) + 1 == gridDim.x;
     __threadfence();
   }
   __syncthreads();

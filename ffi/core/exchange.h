@@ -109,7 +109,7 @@ struct TileSumShape {
   SumShape all;
   const uint8_t* marks;
   int tile;           // rows, and columns
-  uint32_t* through;  // 0 between calls
+  uint32_t* through;  // blocks; counts round
 };
 template <class T>
 cudaError_t LaunchFinish(const ExchangeCall& call, int half, bool last, const TileSumShape& shape,

@@ -223,13 +223,9 @@ std::unique_ptr<GpuLane> GpuGemm::State::MakeLane(int ordinal, Device* device, s
   lane->ordinal = ordinal;
   constexpr size_t kWord = 256;
   *error =
-      AllocateForGood(ordinal, kWorkspaceBytes + 3 * kWord + kMostScatterMarks, &lane->workspace);
+      AllocateForGood(ordinal, kWorkspaceBytes + kWord, &lane->workspace);
   if (!error->empty()) return nullptr;
-  char* const words = lane->workspace + kWorkspaceBytes;
-  lane->busy = reinterpret_cast<int32_t*>(words);
-  lane->scattered = reinterpret_cast<uint32_t*>(words + kWord);
-  lane->finished = reinterpret_cast<uint32_t*>(words + 2 * kWord);
-  lane->marks = reinterpret_cast<uint8_t*>(words + 3 * kWord);
+  lane->busy = reinterpret_cast<int32_t*>(lane->workspace + kWorkspaceBytes);
   int least = 0, greatest = 0;  // priorities
   cudaDeviceGetStreamPriorityRange(&least, &greatest);
   for (cudaStream_t& stream : lane->streams) {
@@ -472,8 +468,6 @@ bool GpuGemm::ScattersInOne(int ordinal, const GemmKey& peer, const GemmKey& own
 std::string GpuGemm::LaunchScatter(const GpuLane& lane, HopperScatterCall call,
                                    cudaStream_t stream) {
   call.multiprocessors = state_->DeviceAt(lane.ordinal).properties.multiProcessorCount;
-  call.flags.done = lane.scattered;
-  call.flags.marks = lane.marks;
   // A tile of a peer that began as this rank did comes within the time of one.
   call.flags.patience_ns = kPatienceNs + kPatienceNsOfInner * call.own.k;
   return LaunchHopperScatter(call, stream);

@@ -27,9 +27,6 @@ struct GpuLane {
   int ordinal;
   char* workspace;  // of one product at a time
   int32_t* busy;    // 0 while there is no call
-  // Of core/hopper_scatter.h: tiles, blocks that have finished, and marks.
-  uint32_t *scattered, *finished;
-  uint8_t* marks;
   cudaStream_t streams[kStreams];  // beside that of a program, and ahead of it
 };
 
@@ -52,7 +49,7 @@ class GpuGemm {
 
   // Whether these are one kernel (core/hopper_scatter.h), which is loaded then.
   bool ScattersInOne(int ordinal, const GemmKey& peer, const GemmKey& own, std::string* error);
-  // Launches it: `call` without what is of the device. An error text.
+  // Launches it: `call` without what is of the device alone. An error text.
   std::string LaunchScatter(const GpuLane& lane, HopperScatterCall call, cudaStream_t stream);
 
  private:

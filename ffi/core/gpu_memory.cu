@@ -2,6 +2,9 @@
 
 #include <cuda_runtime.h>
 
+#include <map>
+#include <mutex>
+
 #include "core/gpu_device.h"
 
 namespace jax_overlap {
@@ -42,6 +45,16 @@ std::string Text(const char* what, int ordinal, cudaError_t error) {
   return std::string(what) + " on device " + std::to_string(ordinal) + ": " +
          cudaGetErrorString(error);
 }
+
+// What call sites have left. Python ends them with the GIL held, so nobody waits in this lock.
+struct LeftMemory {
+  static LeftMemory& Get() {
+    static LeftMemory* const left = new LeftMemory;
+    return *left;
+  }
+  std::mutex mutex;
+  std::map<std::pair<int, size_t>, std::vector<char*>> of;  // a device, so many bytes
+};
 
 // Numbers of 0.5 to 2 and of both signs in each type: bits of zero cost less power.
 __global__ void Fill(uint32_t* words, size_t count) {
@@ -102,6 +115,32 @@ std::string AllocateForGood(int ordinal, size_t bytes, char** memory) {
   return Text("no memory", ordinal, error) + ". " + std::to_string(bytes) +
          " bytes were asked for, " + std::to_string(free) +
          " are free; XLA takes its share first (XLA_PYTHON_CLIENT_MEM_FRACTION)";
+}
+
+std::unique_ptr<SiteMemory> SiteMemory::Take(int ordinal, size_t bytes, std::string* error) {
+  size_t whole = 1024;
+  while (whole < bytes) whole *= 2;
+  std::unique_ptr<SiteMemory> taken(new SiteMemory(ordinal, whole));
+  LeftMemory& left = LeftMemory::Get();
+  {
+    std::lock_guard<std::mutex> lock(left.mutex);
+    std::vector<char*>& alike = left.of[{ordinal, whole}];
+    if (!alike.empty()) {
+      taken->data_ = alike.back();
+      alike.pop_back();
+      return taken;
+    }
+  }
+  const RelaxedCapture relaxed;
+  *error = AllocateForGood(ordinal, whole, &taken->data_);
+  return error->empty() ? std::move(taken) : nullptr;
+}
+
+SiteMemory::~SiteMemory() {
+  if (data_ == nullptr) return;
+  LeftMemory& left = LeftMemory::Get();
+  std::lock_guard<std::mutex> lock(left.mutex);
+  left.of[{ordinal_, bytes_}].push_back(data_);
 }
 
 std::string ClearMemory(int ordinal, const std::vector<std::pair<char*, size_t>>& ranges) {

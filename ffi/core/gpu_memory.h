@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,6 +17,26 @@ std::string EnablePeers(const std::vector<int>& ordinals);
 
 // Zeroed memory of a device, never freed: programs may use it until the process ends.
 std::string AllocateForGood(int ordinal, size_t bytes, char** memory);
+
+// Memory of a device that a call site keeps, zeroed when it is new. What a site that is gone has
+// had another one gets, as it was left: nothing is freed, as that waits for whatever runs there.
+class SiteMemory {
+ public:
+  // Null, with an error text, if there is none.
+  static std::unique_ptr<SiteMemory> Take(int ordinal, size_t bytes, std::string* error);
+  ~SiteMemory();
+  SiteMemory(const SiteMemory&) = delete;
+  SiteMemory& operator=(const SiteMemory&) = delete;
+
+  char* data() const { return data_; }
+
+ private:
+  SiteMemory(int ordinal, size_t bytes) : ordinal_(ordinal), bytes_(bytes) {}
+
+  const int ordinal_;
+  const size_t bytes_;  // a power of two
+  char* data_ = nullptr;
+};
 
 // Clears memory of a device, while anything may run there and a graph be captured.
 std::string ClearMemory(int ordinal, const std::vector<std::pair<char*, size_t>>& ranges);

@@ -117,7 +117,8 @@ class ScatterEpilogue : public Base {
   struct Params {
     typename Base::Params peer, own, slot;
     HopperScatterFlags flags;
-    uint32_t peer_tiles, tiles_m, tiles_n;
+    uint32_t peer_tiles;  // known with the scheduler's parameters
+    uint32_t tiles_m, tiles_n;
     uint32_t tma_transaction_bytes;
   };
   // Whether c has come, by the stage of a tile's first load.
@@ -138,13 +139,11 @@ class ScatterEpilogue : public Base {
     const auto [m, n, k, batch] = half;
     const auto tiles_m = static_cast<uint32_t>(CeilDiv(m, kScatterTile));
     const auto tiles_n = static_cast<uint32_t>(CeilDiv(n, kScatterTile));
-    // A cluster is of two tiles of rows, of which the second may be empty.
-    const auto peer_tiles = static_cast<uint32_t>(batch * RoundUp(tiles_m, 2) * tiles_n);
     return {Base::to_underlying_arguments(half, args.peer, workspace),
             own,
             Base::to_underlying_arguments(half, args.slot, workspace),
             args.flags,
-            peer_tiles,
+            0,
             tiles_m,
             tiles_n,
             own.tma_transaction_bytes};
@@ -287,13 +286,12 @@ class ScatterEpilogue : public Base {
     const HopperScatterFlags& flags = params_.flags;
     __threadfence_system();
     uint32_t before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                  : "=r"(before)
-                 : "l"(flags.done)
+                 : "l"(flags.done), "r"(params_.peer_tiles - 1)
                  : "memory");
     if (before + 1 != params_.peer_tiles) return;
     const uint64_t telling = Acquired(flags.telling);
-    *flags.done = 0;
     __threadfence_system();
     if (telling == 0) return;
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flags.arrived_there), "l"(telling)
@@ -378,7 +376,7 @@ struct HopperScatter {
     args.epilogue.flags = call.flags;
     args.hw_info.sm_count = call.multiprocessors;
     // Tiles of several columns one after the other find more of x in the cache; where no tiles
-    // have to be added for that, as those of the peer are counted.
+    // have to be added for that.
     const int64_t tiles_m = CeilDiv(key.m, kScatterTile), tiles_n = CeilDiv(key.n, kScatterTile);
     args.scheduler.max_swizzle_size = 1;
     for (const int size : {2, 4}) {
@@ -388,7 +386,12 @@ struct HopperScatter {
     cutlass::Status status = Gemm::can_implement(args);
     // Launched before the kernel ahead of it is through, for which it waits.
     if (status == cutlass::Status::kSuccess) status = gemm.initialize(args, nullptr, stream);
-    if (status == cutlass::Status::kSuccess) status = gemm.run(stream, nullptr, true);
+    if (status == cutlass::Status::kSuccess) {
+      typename Kernel::Params params = gemm.params();
+      // Also those that are there to fill a cluster.
+      params.epilogue.peer_tiles = static_cast<uint32_t>(params.scheduler.blocks_per_problem_ / 2);
+      status = Gemm::run(params, stream, nullptr, true);
+    }
     if (status == cutlass::Status::kSuccess) return "";
     return std::string("CUTLASS failed: ") + cutlass::cutlassGetStatusString(status);
   }

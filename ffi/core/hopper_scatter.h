@@ -29,7 +29,7 @@ struct HopperScatterFlags {
   const uint64_t* telling;  // the word that says that a part is there; 0: tell nobody
   const uint64_t* arrived;  // here: that of the peer
   uint64_t* arrived_there;  // in the heap of the peer
-  uint32_t* done;           // tiles of the peer's part; 0 between calls
+  uint32_t* done;           // tiles of the peer's part; counts round
   uint8_t* marks;           // [batch][tiles of rows][tiles of columns]
   uint64_t patience_ns;
 };

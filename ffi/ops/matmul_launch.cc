@@ -161,6 +161,7 @@ std::string MatmulLaunches::Prepare() {
   call_.busy = lane_.busy;
   TakeSteps();
   error = spec_.Fuse(lane_.ordinal, &steps_);
+  if (error.empty()) error = TakeMarks();
   if (!error.empty()) return error;
   if (steps_.empty()) {
     return "a row does not fit the slots of " + std::to_string(call_.layout.slot_bytes) +
@@ -180,6 +181,23 @@ std::string MatmulLaunches::Prepare() {
     }
   }
   return status == cudaSuccess ? "" : cudaGetErrorString(status);
+}
+
+// A round scatters and finishes before the next one does.
+std::string MatmulLaunches::TakeMarks() {
+  int64_t marks = 0;
+  for (const MatmulStep& step : steps_) {
+    if (step.kind == StepKind::kScatter) marks = std::max(marks, ScatterMarks(spec_.KeyOf(step)));
+  }
+  if (marks == 0) return "";
+  std::string error;
+  memory_ = SiteMemory::Take(lane_.ordinal, 2 * sizeof(Word) + marks, &error);
+  if (memory_ == nullptr) return error;
+  Carver carver(memory_->data());
+  tiles_ = reinterpret_cast<uint32_t*>(carver.Take<Word>(1));
+  blocks_ = reinterpret_cast<uint32_t*>(carver.Take<Word>(1));
+  marks_ = carver.Take<uint8_t>(marks);
+  return "";
 }
 
 MatmulLaunches::~MatmulLaunches() {
@@ -261,6 +279,8 @@ std::string MatmulLaunches::Scatter(size_t i, const Places& places, cudaStream_t
   call.flags.telling = &half.telling->value;
   call.flags.arrived = &half.arrived[peer.peer].value;
   call.flags.arrived_there = channel.At(&half.arrived[channel.shape.rank].value, peer.peer);
+  call.flags.done = tiles_;
+  call.flags.marks = marks_;
   return GpuGemm::Get().LaunchScatter(lane_, call, stream);
 }
 
@@ -312,10 +332,9 @@ SumShape MatmulLaunches::SumOf(const MatmulStep& step, const Rows& from,
 
 cudaError_t MatmulLaunches::Finish(const MatmulStep& step, const Places& places,
                                    cudaStream_t stream) const {
-  return LaunchFinish<BFloat16>(
-      places.call, step.half, step.last,
-      {SumOf(step, step.c, places), lane_.marks, kScatterTile, lane_.finished}, kFinishBlocks,
-      stream);
+  return LaunchFinish<BFloat16>(places.call, step.half, step.last,
+                                {SumOf(step, step.c, places), marks_, kScatterTile, blocks_},
+                                kFinishBlocks, stream);
 }
 
 cudaError_t MatmulLaunches::Sum(const MatmulStep& step, const Places& places,

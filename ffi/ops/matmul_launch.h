@@ -9,6 +9,7 @@
 
 #include "core/exchange.h"
 #include "core/gpu_gemm.h"
+#include "core/gpu_memory.h"
 #include "ops/matmul_program.h"
 
 namespace jax_overlap {
@@ -68,6 +69,7 @@ class MatmulLaunches {
   MatmulLaunches(const MatmulSpec& spec, const GpuLane& lane) : spec_(spec), lane_(lane) {}
   std::string Prepare();
   void TakeSteps();
+  std::string TakeMarks();
   std::string RunStep(size_t i, const Places& places, cudaStream_t stream) const;
   cudaError_t Copy(const MatmulStep& step, const Places& places, cudaStream_t stream) const;
   cudaError_t Sum(const MatmulStep& step, const Places& places, cudaStream_t stream) const;
@@ -81,6 +83,11 @@ class MatmulLaunches {
   std::vector<MatmulStep> steps_;
   std::vector<const GemmPlan*> plans_;  // of the steps that are products
   std::vector<cudaEvent_t> events_;     // of those that order streams
+  // Where steps scatter in one kernel. Not of the device: a call that wrongly runs beside another
+  // one, which both find out, must not count for it.
+  std::unique_ptr<SiteMemory> memory_;
+  uint32_t *tiles_ = nullptr, *blocks_ = nullptr;  // that are through
+  uint8_t* marks_ = nullptr;
 };
 
 }  // namespace jax_overlap

@@ -27,6 +27,7 @@ namespace jax_overlap {
 namespace {
 
 constexpr int kMaxRanks = 5;  // four streams each
+constexpr int kSets = 2;      // of streams, for calls at once
 constexpr uint64_t kLimitNs = 3000 * 1000 * 1000ull;
 
 __global__ void Sleep(int us) {
@@ -85,10 +86,12 @@ struct Shared {
       const CurrentDevice current(DeviceOf(r));
       lanes[r] = GpuGemm::Get().MakeLane(DeviceOf(r), &error);
       JO_CHECK_IN(lanes[r] != nullptr, "%s", error.c_str());
-      JO_CUDA(cudaStreamCreateWithFlags(&streams[r], cudaStreamNonBlocking));
+      for (auto& set : streams) {
+        JO_CUDA(cudaStreamCreateWithFlags(&set[r], cudaStreamNonBlocking));
+      }
     }
     constexpr unsigned kForAll = cudaHostAllocMapped | cudaHostAllocPortable;
-    JO_CUDA(cudaHostAlloc(&statuses, kMaxRanks * sizeof(Status), kForAll));
+    for (Status*& set : statuses) JO_CUDA(cudaHostAlloc(&set, kMaxRanks * sizeof(Status), kForAll));
     // Loading a kernel while another spins may wait for that one to end.
     std::vector<const void*> kernels = ExchangeKernels();
     kernels.push_back(reinterpret_cast<const void*>(&Sleep));
@@ -96,20 +99,19 @@ struct Shared {
     JO_CHECK_IN(error.empty(), "%s", error.c_str());
   }
   std::unique_ptr<GpuLane> lanes[kMaxRanks];
-  cudaStream_t streams[kMaxRanks];
-  Status* statuses;  // [rank]
+  cudaStream_t streams[kSets][kMaxRanks];
+  Status* statuses[kSets];  // [rank]
 };
 
 // A team and calls on its exchange.
 template <class Op, class T>
 class Team {
  public:
-  // `liar` takes its calls for others.
+  // `liar` takes its calls for others. `set`: of streams.
   Team(std::vector<MatmulCase> cases, size_t exchange_bytes, uint64_t limit_ns = kLimitNs,
-       int liar = -1)
-      : cases_(std::move(cases)), ranks_(cases_[0].shape.ranks), liar_(liar) {
-    Shared& shared = Shared::Get();
-    memset(shared.statuses, 0, kMaxRanks * sizeof(Status));
+       int liar = -1, int set = 0)
+      : cases_(std::move(cases)), ranks_(cases_[0].shape.ranks), liar_(liar), set_(set) {
+    memset(Shared::Get().statuses[set], 0, kMaxRanks * sizeof(Status));
     constexpr size_t kDirectory = kMaxGpuRanks * sizeof(uint64_t);
     size_t bytes = 0;
     for (const MatmulCase& one : cases_) {
@@ -131,7 +133,7 @@ class Team {
       channel.directory = kDirectory;
       channel.descriptor = 7;
       channel.limit_ns = limit_ns;
-      channel.error = &shared.statuses[r];
+      channel.error = &Shared::Get().statuses[set][r];
       for (size_t c = 0; c < cases_.size(); ++c) AddCall(r, c, channel, exchange_bytes);
     }
     Synchronize();
@@ -139,26 +141,32 @@ class Team {
 
   // All ranks but `absent`, or `only` one, make all calls; `late` sleeps before each.
   void Run(int late = -1, int absent = -1, int only = -1) {
-    Shared& shared = Shared::Get();
+    Launch(late, absent, only);
+    Synchronize();
+  }
+  void Launch(int late, int absent, int only) {
     for (size_t c = 0; c < cases_.size(); ++c) {
       for (int r = 0; r < ranks_; ++r) {
         if (r == absent || (only >= 0 && r != only)) continue;
         const CurrentDevice current(DeviceOf(r));
-        if (r == late) Sleep<<<1, 1, 0, shared.streams[r]>>>(300);
-        const std::string error =
-            launches_[r][c]->Run(calls_[r][c], results_[r][c], shared.streams[r]);
+        if (r == late) Sleep<<<1, 1, 0, StreamOf(r)>>>(300);
+        const std::string error = launches_[r][c]->Run(calls_[r][c], results_[r][c], StreamOf(r));
         JO_CHECK_IN(error.empty(), "%s", error.c_str());
       }
     }
-    Synchronize();
   }
 
   void Check() const {
+    CheckStatuses();
     for (int r = 0; r < ranks_; ++r) {
-      const Status& s = Shared::Get().statuses[r];
+      for (size_t c = 0; c < cases_.size(); ++c) CheckCall(r, c, false);
+    }
+  }
+  void CheckStatuses() const {
+    for (int r = 0; r < ranks_; ++r) {
+      const Status& s = StatusOf(r);
       JO_CHECK_IN(s.failed == kNone, "%d ranks: rank %d failed: %d, for %d in step %d", ranks_, r,
                   s.failed, s.peer, s.step);
-      for (size_t c = 0; c < cases_.size(); ++c) CheckCall(r, c, false);
     }
   }
   // A result is right or, all of it, not a number.
@@ -215,7 +223,19 @@ class Team {
       for (const T x : part) JO_CHECK(IsNan(x));
     }
   }
-  const Status& StatusOf(int r) const { return Shared::Get().statuses[r]; }
+  const Status& StatusOf(int r) const { return Shared::Get().statuses[set_][r]; }
+  cudaStream_t StreamOf(int r) const { return Shared::Get().streams[set_][r]; }
+  // Whether a call does on some rank (core/hopper_scatter.h).
+  bool ScattersInOne() const {
+    for (const auto& calls : launches_) {
+      for (const auto& call : calls) {
+        for (const MatmulStep& step : call->steps()) {
+          if (step.kind == StepKind::kScatter) return true;
+        }
+      }
+    }
+    return false;
+  }
   static bool IsNan(T x) {
     const auto value = Numeric<T>::Widen(x);
     return value != value;
@@ -267,7 +287,7 @@ class Team {
 
   static constexpr size_t kPlaceAlign = 256;
   const std::vector<MatmulCase> cases_;
-  const int ranks_, liar_;
+  const int ranks_, liar_, set_;
   std::vector<Memory> heaps_, arenas_;  // [rank]
   std::vector<Memory> memory_;
   size_t taken_[kMaxRanks] = {};
@@ -338,6 +358,17 @@ int Stragglers(int ranks) {
   return ranks;
 }
 
+// Whether two ranks scatter in one kernel here, what that takes.
+bool HasScatter() {
+#ifdef JAX_OVERLAP_CUTLASS
+  cudaDeviceProp properties;
+  JO_CUDA(cudaGetDeviceProperties(&properties, Devices()[0]));
+  return properties.major == 9;
+#else
+  return false;
+#endif
+}
+
 // One that is late has not sent in time what could be added at once.
 template <class Op>
 int Scattered() {
@@ -348,6 +379,7 @@ int Scattered() {
   for (const size_t bytes : {kLarge, kSome}) {
     for (int late = -1; late < 2; ++late) {
       Team<Op, BFloat16> team(calls, bytes);
+      JO_CHECK(team.ScattersInOne() == HasScatter());
       team.Run(late);
       team.Check();
     }
@@ -357,12 +389,14 @@ int Scattered() {
 
 // More tiles than there are multiprocessors, and a long sum; whoever is late, the same bits.
 int ScatteredLarge() {
+  if (!HasScatter()) return 0;  // others do not round before they add
   for (const bool t : {false, true}) {
     // The last tiles are ragged, or those of several columns follow one another.
     const size_t rows = t ? 1024 : 1280, cols = t ? 2048 : 2056;
     const MatmulCase one = {{Cut::kRows, 2, 1, 1, 2 * rows, {{1032, cols, t}}}};
     for (int late = -1; late < 2; ++late) {
       Team<MatmulReduceScatter, BFloat16> team({one, one}, 32 << 20);
+      JO_CHECK(team.ScattersInOne());
       team.Run(late);
       for (int r = 0; r < 2; ++r) {
         for (int call = 0; call < 2; ++call) team.CheckRounded(r, call);
@@ -370,6 +404,43 @@ int ScatteredLarge() {
     }
   }
   return 6;
+}
+
+// Two calls at once on a device, of two teams. The one that begins later is refused and has no
+// numbers; the other one is right, and so are those after it.
+int AtOnce() {
+  if (!HasScatter()) return 0;  // as above
+  const MatmulCase slow = {{Cut::kRows, 2, 1, 1, 2 * 450, {{32768, 264, false}}}};
+  const MatmulCase refused = {{Cut::kRows, 2, 1, 1, 2 * 220, {{16384, 136, false}}}};
+  const MatmulCase large = {{Cut::kRows, 2, 1, 1, 2 * 1280, {{1032, 2056, false}}}};
+  Team<MatmulReduceScatter, BFloat16> team({slow}, 32 << 20), next({large}, 32 << 20);
+  cudaEvent_t begun;
+  JO_CUDA(cudaEventCreateWithFlags(&begun, cudaEventDisableTiming));
+  for (int time = 0; time < 3; ++time) {
+    Team<MatmulReduceScatter, BFloat16> other({refused}, kLarge, kLimitNs, -1, 1);
+    {
+      const CurrentDevice current(DeviceOf(0));
+      Sleep<<<1, 1, 0, team.StreamOf(0)>>>(300);
+      JO_CUDA(cudaEventRecord(begun, team.StreamOf(0)));
+      JO_CUDA(cudaStreamWaitEvent(other.StreamOf(0), begun, 0));
+      Sleep<<<1, 1, 0, other.StreamOf(0)>>>(10);
+    }
+    team.Launch(-1, -1, -1);
+    other.Run(-1, -1, 0);
+    JO_CHECK_IN(other.StatusOf(0).failed == kConcurrent, "%d", other.StatusOf(0).failed);
+    other.CheckPoisoned(0, 0);
+    team.CheckStatuses();
+    for (int late = -1; late < 2; ++late) {
+      next.Run(late);
+      next.CheckStatuses();
+      for (int r = 0; r < 2; ++r) {
+        team.CheckRounded(r, 0);
+        next.CheckRounded(r, 0);
+      }
+    }
+  }
+  JO_CUDA(cudaEventDestroy(begun));
+  return 3;
 }
 
 // A rank that does not come: the others name it and give no numbers. When it comes at last
@@ -456,7 +527,7 @@ int main(int argc, char** argv) {
   const std::string op = argc > 2 ? argv[2] : "";
   int passed = 0;
   if (op.empty() || op == "scatter") {
-    passed += All<MatmulReduceScatter>(brief) + (brief ? 0 : ScatteredLarge());
+    passed += All<MatmulReduceScatter>(brief) + (brief ? 0 : ScatteredLarge() + AtOnce());
   }
   if (op.empty() || op == "gather") passed += All<AllGatherMatmul>(brief);
   if (op.empty() || op == "reduce") passed += All<MatmulAllReduce>(brief);
