@@ -71,7 +71,22 @@ class Session {
   bool broken_;
 };
 
+// What a kernel that is launched early does before all else: waits for the kernel before it.
+__device__ void AwaitKernelBefore() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+// What comes after this block may be launched, if early. Not before a wait for a peer is over,
+// as that may need what it would take.
+__device__ void LetNextBegin() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
 __global__ void Begin(const __grid_constant__ ExchangeCall a, int half, bool first) {
+  AwaitKernelBefore();
   __shared__ Status status;
   Session s(a, half, &status);
   if (threadIdx.x == 0 && first) {
@@ -87,6 +102,7 @@ __global__ void Begin(const __grid_constant__ ExchangeCall a, int half, bool fir
                           {static_cast<int>(threadIdx.x), kReadyStep});
     }
   }
+  LetNextBegin();
   s.Settle();
   // Who has failed tells nobody.
   if (threadIdx.x == 0) a.layout.half[half].telling->value = s.broken() ? 0 : s.Arrival();
@@ -95,6 +111,7 @@ __global__ void Begin(const __grid_constant__ ExchangeCall a, int half, bool fir
 // `then_waits`: also Wait.
 __global__ void Arrive(const __grid_constant__ ExchangeCall a, int half, int peer,
                        bool then_waits) {
+  AwaitKernelBefore();
   __shared__ Status status;
   Session s(a, half, &status);
   if (!s.broken() && s.SpeaksFor(peer)) {
@@ -106,14 +123,8 @@ __global__ void Arrive(const __grid_constant__ ExchangeCall a, int half, int pee
   if (!then_waits) return;
   __syncthreads();  // what one of them misses keeps no other from telling
   if (!s.broken() && s.SpeaksFor(peer)) s.WaitFor(half);
+  LetNextBegin();
   s.Settle();
-}
-
-// What a kernel that is launched early does before all else: waits for the kernel before it.
-__device__ void AwaitKernelBefore() {
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
 }
 
 __global__ void Wait(const __grid_constant__ ExchangeCall a, int half, int peer) {
@@ -121,6 +132,7 @@ __global__ void Wait(const __grid_constant__ ExchangeCall a, int half, int peer)
   __shared__ Status status;
   Session s(a, half, &status);
   if (!s.broken() && s.SpeaksFor(peer)) s.WaitFor(half);
+  LetNextBegin();
   s.Settle();
 }
 
@@ -151,6 +163,7 @@ __device__ void EndRound(const ExchangeCall& a, int half, bool last, Status* sta
 }
 
 __global__ void End(const __grid_constant__ ExchangeCall a, int half, bool last) {
+  AwaitKernelBefore();
   __shared__ Status status;
   EndRound(a, half, last, &status);
 }
@@ -182,6 +195,7 @@ __device__ Group<T, kCount> SumOfSlots(const SumShape& s, const char* from, int6
 // Packs or, where something is not aligned, single elements.
 template <class T, int kCount>
 __global__ void SumKernel(const __grid_constant__ SumShape s) {
+  AwaitKernelBefore();
   const int64_t groups = s.cols / kCount;
   for (int64_t row = blockIdx.y; row < s.blocks * s.rows; row += gridDim.y) {
     const int64_t block = row / s.rows, at = row % s.rows;
@@ -241,20 +255,22 @@ __global__ void Finish(const __grid_constant__ ExchangeCall call, int half, bool
 
 }  // namespace
 
-// Launches a kernel as soon as the one before it makes room, which saves a launch's time: it
-// begins with AwaitKernelBefore().
+// Launches a kernel, which begins with AwaitKernelBefore().
 template <class... Parameters, class... Args>
-static cudaError_t LaunchEarly(void (*kernel)(Parameters...), unsigned blocks, cudaStream_t stream,
-                               const Args&... args) {
+static cudaError_t Launch(void (*kernel)(Parameters...), dim3 blocks, cudaStream_t stream,
+                          const Args&... args) {
+  int device = 0, major = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks);
+  config.gridDim = blocks;
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = 1;
+  config.numAttrs = major >= 9 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
@@ -280,12 +296,10 @@ ExchangeLayout ExchangeLayout::Carve(char* base, int ranks, size_t bytes) {
 }
 
 cudaError_t LaunchBegin(const ExchangeCall& call, int half, bool first, cudaStream_t stream) {
-  Begin<<<1, kThreads, 0, stream>>>(call, half, first);
-  return cudaGetLastError();
+  return Launch(&Begin, 1, stream, call, half, first);
 }
 cudaError_t LaunchArrive(const ExchangeCall& call, int half, int peer, cudaStream_t stream) {
-  Arrive<<<1, kThreads, 0, stream>>>(call, half, peer, false);
-  return cudaGetLastError();
+  return Launch(&Arrive, 1, stream, call, half, peer, false);
 }
 cudaError_t CopyArrival(const ExchangeCall& call, int half, int peer, cudaStream_t stream) {
   const ExchangeHalf& h = call.layout.half[half];
@@ -293,19 +307,13 @@ cudaError_t CopyArrival(const ExchangeCall& call, int half, int peer, cudaStream
                          &h.telling->value, sizeof(h.telling->value), cudaMemcpyDefault, stream);
 }
 cudaError_t LaunchArriveAndWait(const ExchangeCall& call, int half, cudaStream_t stream) {
-  Arrive<<<1, kThreads, 0, stream>>>(call, half, -1, true);
-  return cudaGetLastError();
+  return Launch(&Arrive, 1, stream, call, half, -1, true);
 }
 cudaError_t LaunchWait(const ExchangeCall& call, int half, int peer, cudaStream_t stream) {
-  Wait<<<1, kThreads, 0, stream>>>(call, half, peer);
-  return cudaGetLastError();
-}
-cudaError_t LaunchEarlyWait(const ExchangeCall& call, int half, int peer, cudaStream_t stream) {
-  return LaunchEarly(&Wait, 1, stream, call, half, peer);
+  return Launch(&Wait, 1, stream, call, half, peer);
 }
 cudaError_t LaunchEnd(const ExchangeCall& call, int half, bool last, cudaStream_t stream) {
-  End<<<1, kThreads, 0, stream>>>(call, half, last);
-  return cudaGetLastError();
+  return Launch(&End, 1, stream, call, half, last);
 }
 
 template <class T>
@@ -332,12 +340,7 @@ cudaError_t LaunchSum(const SumShape& wanted, int max_blocks, cudaStream_t strea
   const size_t rows = Min(shape.blocks * shape.rows, 65535);
   const size_t across = Min(CeilDiv(groups, kThreads), CeilDiv(max_blocks, rows));
   const dim3 grid(static_cast<unsigned>(across), static_cast<unsigned>(rows));
-  if (packs) {
-    SumKernel<T, kPack><<<grid, kThreads, 0, stream>>>(shape);
-  } else {
-    SumKernel<T, 1><<<grid, kThreads, 0, stream>>>(shape);
-  }
-  return cudaGetLastError();
+  return Launch(packs ? &SumKernel<T, kPack> : &SumKernel<T, 1>, grid, stream, shape);
 }
 
 template <class T>
@@ -345,8 +348,8 @@ cudaError_t LaunchFinish(const ExchangeCall& call, int half, bool last, const Ti
                          int max_blocks, cudaStream_t stream) {
   const SumShape& s = shape.all;
   const int64_t tiles = s.blocks * CeilDiv(s.rows, shape.tile) * CeilDiv(s.cols, shape.tile);
-  return LaunchEarly(&Finish<T>, static_cast<unsigned>(Min(tiles, max_blocks)), stream, call, half,
-                     last, shape);
+  return Launch(&Finish<T>, static_cast<unsigned>(Min(tiles, max_blocks)), stream, call, half, last,
+                shape);
 }
 
 template cudaError_t LaunchFinish<BFloat16>(const ExchangeCall&, int, bool, const TileSumShape&,

@@ -75,7 +75,8 @@ struct ExchangeCall {
 };
 
 // Each of them but CopyArrival, which is for one peer, and Finish launches one block. `peer`: -1
-// is all of them.
+// is all of them. From Hopper on they are launched before the kernel ahead of them in the stream
+// is through, and wait for that one first: this saves the time of a launch.
 cudaError_t LaunchBegin(const ExchangeCall& call, int half, bool first, cudaStream_t stream);
 cudaError_t LaunchArrive(const ExchangeCall& call, int half, int peer, cudaStream_t stream);
 // The same as Arrive for what was copied on this stream, by the copy engine, whose copies on a
@@ -85,8 +86,6 @@ cudaError_t CopyArrival(const ExchangeCall& call, int half, int peer, cudaStream
 // Arrive and Wait, of all, in one.
 cudaError_t LaunchArriveAndWait(const ExchangeCall& call, int half, cudaStream_t stream);
 cudaError_t LaunchWait(const ExchangeCall& call, int half, int peer, cudaStream_t stream);
-// The same, on GPUs that can launch a kernel before the one ahead of it in the stream is through.
-cudaError_t LaunchEarlyWait(const ExchangeCall& call, int half, int peer, cudaStream_t stream);
 cudaError_t LaunchEnd(const ExchangeCall& call, int half, bool last, cudaStream_t stream);
 
 // A matrix of `blocks` times [rows, cols].

@@ -229,9 +229,6 @@ std::string MatmulLaunches::RunStep(size_t i, const Places& places, cudaStream_t
     case StepKind::kArrive: status = LaunchArrive(places.call, step.half, step.peer, on); break;
     case StepKind::kTell: status = CopyArrival(places.call, step.half, step.peer, on); break;
     case StepKind::kArriveAndWait: status = LaunchArriveAndWait(places.call, step.half, on); break;
-    case StepKind::kEarlyWait:
-      status = LaunchEarlyWait(places.call, step.half, step.peer, on);
-      break;
     case StepKind::kWait: status = LaunchWait(places.call, step.half, step.peer, on); break;
     case StepKind::kEnd: status = LaunchEnd(places.call, step.half, step.last, on); break;
     case StepKind::kCopy: status = Copy(step, places, on); break;

@@ -68,7 +68,6 @@ enum class StepKind {
   kCopy,           // d = x
   kArrive,         // tells `peer` (-1: all) that its slot is filled
   kTell,           // the same, by the copy engine
-  kEarlyWait,      // kWait for what the kernel before it tells
   kWait,           // until `peer` (-1: all) has filled the slot here
   kArriveAndWait,  // both, of all
   kSum,            // d = the sum of the slots here, in rank order
@@ -166,7 +165,7 @@ class MatmulProgram {
 //   kScatter    d = x w there, and tells the peer; then, with the operands of the own product's
 //               step, tile by tile: d = c + x w where c has come, x w to the slot for the own
 //               rank where it has not
-//   kEarlyWait  for the peer
+//   kWait       for the peer
 //   kFinish     d = the sum of the slots for these tiles; the end
 //
 // so that nothing is idle between the two, and what is stored there takes no time of its own.
@@ -183,7 +182,7 @@ void FuseScatter(std::vector<MatmulStep>* steps, const Fits& fits) {
     }
     peer.kind = StepKind::kScatter;
     peer.peer = peer.d.place.peer;
-    arrival.kind = StepKind::kEarlyWait;
+    arrival.kind = StepKind::kWait;
     own.kind = StepKind::kFinish;
     own.last = (*steps)[i + 3].last;
     steps->erase(steps->begin() + i + 3);

@@ -120,7 +120,6 @@ class ProgramTest {
   }
 
   static void Give(Rank* rank, MatmulStep step, size_t call) {
-    if (step.kind == StepKind::kEarlyWait) step.kind = StepKind::kWait;
     if (step.kind == StepKind::kArriveAndWait) {
       step.kind = StepKind::kArrive;
       Give(rank, step, call);

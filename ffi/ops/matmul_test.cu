@@ -406,41 +406,42 @@ int ScatteredLarge() {
   return 6;
 }
 
-// Two calls at once on a device, of two teams. The one that begins later is refused and has no
-// numbers; the other one is right, and so are those after it.
+// Two calls at once on a device, of two teams, at several distances. The one that begins later
+// is refused and has no numbers; the other one is right, and so are those after it.
 int AtOnce() {
   if (!HasScatter()) return 0;  // as above
-  const MatmulCase slow = {{Cut::kRows, 2, 1, 1, 2 * 450, {{32768, 264, false}}}};
-  const MatmulCase refused = {{Cut::kRows, 2, 1, 1, 2 * 220, {{16384, 136, false}}}};
+  constexpr int kTimes = 24;
+  const MatmulCase first = {{Cut::kRows, 2, 1, 1, 2 * 450, {{32768, 264, false}}}};
+  const MatmulCase second = {{Cut::kRows, 2, 1, 1, 2 * 220, {{30720, 392, false}}}};
   const MatmulCase large = {{Cut::kRows, 2, 1, 1, 2 * 1280, {{1032, 2056, false}}}};
-  Team<MatmulReduceScatter, BFloat16> team({slow}, 32 << 20), next({large}, 32 << 20);
+  Team<MatmulReduceScatter, BFloat16> team({first}, 32 << 20);
+  // An odd number: what a slot holds is never what it held before.
+  Team<MatmulReduceScatter, BFloat16> next({large, large, large}, 32 << 20);
   cudaEvent_t begun;
   JO_CUDA(cudaEventCreateWithFlags(&begun, cudaEventDisableTiming));
-  for (int time = 0; time < 3; ++time) {
-    Team<MatmulReduceScatter, BFloat16> other({refused}, kLarge, kLimitNs, -1, 1);
+  for (int time = 0; time < kTimes; ++time) {
+    Team<MatmulReduceScatter, BFloat16> other({second}, kLarge, kLimitNs, -1, 1);
     {
       const CurrentDevice current(DeviceOf(0));
       Sleep<<<1, 1, 0, team.StreamOf(0)>>>(300);
       JO_CUDA(cudaEventRecord(begun, team.StreamOf(0)));
       JO_CUDA(cudaStreamWaitEvent(other.StreamOf(0), begun, 0));
-      Sleep<<<1, 1, 0, other.StreamOf(0)>>>(10);
+      Sleep<<<1, 1, 0, other.StreamOf(0)>>>(4 + time);
     }
     team.Launch(-1, -1, -1);
     other.Run(-1, -1, 0);
     JO_CHECK_IN(other.StatusOf(0).failed == kConcurrent, "%d", other.StatusOf(0).failed);
     other.CheckPoisoned(0, 0);
     team.CheckStatuses();
-    for (int late = -1; late < 2; ++late) {
-      next.Run(late);
-      next.CheckStatuses();
-      for (int r = 0; r < 2; ++r) {
-        team.CheckRounded(r, 0);
-        next.CheckRounded(r, 0);
-      }
+    next.Run(time % 2);
+    next.CheckStatuses();
+    for (int r = 0; r < 2; ++r) {
+      team.CheckRounded(r, 0);
+      for (int call = 0; call < 3; ++call) next.CheckRounded(r, call);
     }
   }
   JO_CUDA(cudaEventDestroy(begun));
-  return 3;
+  return kTimes;
 }
 
 // A rank that does not come: the others name it and give no numbers. When it comes at last
