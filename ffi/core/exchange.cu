@@ -11,6 +11,19 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kReadyStep = 0, kArrivedStep = 1;  // of errors
 
+// What a kernel that is launched early does before all else: waits for the kernel before it.
+__device__ void AwaitKernelBefore() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+// What comes after this block may be launched, if early, once a thread of it has said so.
+__device__ void LetNextBegin() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
 // What the kernels share: the state of the rank in the exchange.
 class Session {
  public:
@@ -47,9 +60,12 @@ class Session {
   // What says that this call has filled a slot.
   __device__ uint64_t Arrival() const { return (epoch_ + 1) << kExchangeCallBits | call_.call; }
 
-  // By all threads, after what may have failed. What fails now is told, once.
+  // By all threads, after what may have failed. What fails now is told, once. The next kernel may
+  // be launched: not before, as what it takes of a GPU could be what a peer needs that this one
+  // waited for.
   __device__ void Settle() {
     __syncthreads();
+    LetNextBegin();
     if (broken_ || !link_.failed()) return;
     if (SpeaksFor(-1)) {
       uint64_t* const revoked = &call_.layout.revoked[link_.rank()].value;
@@ -71,20 +87,6 @@ class Session {
   bool broken_;
 };
 
-// What a kernel that is launched early does before all else: waits for the kernel before it.
-__device__ void AwaitKernelBefore() {
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
-}
-// What comes after this block may be launched, if early. Not before a wait for a peer is over,
-// as that may need what it would take.
-__device__ void LetNextBegin() {
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
-}
-
 __global__ void Begin(const __grid_constant__ ExchangeCall a, int half, bool first) {
   AwaitKernelBefore();
   __shared__ Status status;
@@ -102,7 +104,6 @@ __global__ void Begin(const __grid_constant__ ExchangeCall a, int half, bool fir
                           {static_cast<int>(threadIdx.x), kReadyStep});
     }
   }
-  LetNextBegin();
   s.Settle();
   // Who has failed tells nobody.
   if (threadIdx.x == 0) a.layout.half[half].telling->value = s.broken() ? 0 : s.Arrival();
@@ -123,7 +124,6 @@ __global__ void Arrive(const __grid_constant__ ExchangeCall a, int half, int pee
   if (!then_waits) return;
   __syncthreads();  // what one of them misses keeps no other from telling
   if (!s.broken() && s.SpeaksFor(peer)) s.WaitFor(half);
-  LetNextBegin();
   s.Settle();
 }
 
@@ -132,7 +132,6 @@ __global__ void Wait(const __grid_constant__ ExchangeCall a, int half, int peer)
   __shared__ Status status;
   Session s(a, half, &status);
   if (!s.broken() && s.SpeaksFor(peer)) s.WaitFor(half);
-  LetNextBegin();
   s.Settle();
 }
 
