@@ -49,9 +49,8 @@ class Session {
     const int peer = static_cast<int>(threadIdx.x);
     const uint64_t* const arrived = &call_.layout.half[half].arrived[peer].value;
     const Where where{peer, kArrivedStep};
-    link_.WaitUnless(&call_.layout.revoked[peer].value, arrived, (epoch_ + 1) << kExchangeCallBits,
-                     where);
-    const uint64_t seen = P2pLink::Acquired(arrived);
+    const uint64_t seen = link_.WaitUnless(&call_.layout.revoked[peer].value, arrived,
+                                           (epoch_ + 1) << kExchangeCallBits, where);
     if (!link_.failed() && (seen & kExchangeCallMask) != call_.call) {
       link_.Fail(kMismatch, call_.call, seen & kExchangeCallMask, where);
     }
@@ -145,7 +144,7 @@ __device__ void EndRound(const ExchangeCall& a, int half, bool last, Status* sta
   Session s(a, half, status);
   const ExchangeHalf& h = a.layout.half[half];
   if (!s.broken() && s.SpeaksFor(-1)) {
-    __threadfence_system();  // the slots were read before
+    // The slots were read before, by a kernel before this or as Finish has counted.
     const uint64_t revoked = P2pLink::Acquired(&a.layout.revoked[threadIdx.x].value);
     if (revoked != 0) s.link().Fail(kPeerFailed, 0, 1, {static_cast<int>(threadIdx.x), 0});
   }
