@@ -78,7 +78,9 @@ def matmul_reduce_scatter(
 
     Products are summed over the ranks in float32 (float64 for float64), in rank order,
     and rounded once. On GPUs, and by_psum, what a rank sends is of the result's type:
-    half types are rounded once more, unless `preferred_element_type` is float32. The
+    half types are rounded once more, unless `preferred_element_type` is float32. So is
+    the own part where two ranks have one kernel for both products (bfloat16 on Hopper,
+    rounds of some 200 rows and more): there bits depend on JAX_OVERLAP_HEAP_BYTES. The
     gradient of `x` is `all_gather_matmul` of the cotangent, which it gathers once for
     that of `w` too.
 
