@@ -222,8 +222,7 @@ std::unique_ptr<GpuLane> GpuGemm::State::MakeLane(int ordinal, Device* device, s
   auto lane = std::make_unique<GpuLane>();
   lane->ordinal = ordinal;
   constexpr size_t kWord = 256;
-  *error =
-      AllocateForGood(ordinal, kWorkspaceBytes + kWord, &lane->workspace);
+  *error = AllocateForGood(ordinal, kWorkspaceBytes + kWord, &lane->workspace);
   if (!error->empty()) return nullptr;
   lane->busy = reinterpret_cast<int32_t*>(lane->workspace + kWorkspaceBytes);
   int least = 0, greatest = 0;  // priorities

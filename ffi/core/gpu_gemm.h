@@ -25,8 +25,8 @@ struct GpuLane {
   static constexpr int kStreams = 3;
 
   int ordinal;
-  char* workspace;  // of one product at a time
-  int32_t* busy;    // 0 while there is no call
+  char* workspace;                 // of one product at a time
+  int32_t* busy;                   // 0 while there is no call
   cudaStream_t streams[kStreams];  // beside that of a program, and ahead of it
 };
 
