@@ -423,7 +423,7 @@ int AtOnce() {
     Team<MatmulReduceScatter, BFloat16> other({second}, kLarge, kLimitNs, -1, 1);
     {
       const CurrentDevice current(DeviceOf(0));
-      Sleep<<<1, 1, 0, team.StreamOf(0)>>>(300);
+      Sleep<<<1, 1, 0, team.StreamOf(0)>>>(2000);  // until all is launched
       JO_CUDA(cudaEventRecord(begun, team.StreamOf(0)));
       JO_CUDA(cudaStreamWaitEvent(other.StreamOf(0), begun, 0));
       Sleep<<<1, 1, 0, other.StreamOf(0)>>>(4 + time);
